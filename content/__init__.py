@@ -1,0 +1,1 @@
+"""What is said: cards, strings, glossary, sources. Knows neither torch nor streamlit."""

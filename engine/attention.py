@@ -1,0 +1,124 @@
+"""The eager reference: attention one step at a time, as on a whiteboard, and what is measured on its weights.
+
+Fast paths elsewhere are tested against these functions; these are tested against PyTorch's own
+``scaled_dot_product_attention`` in float64. Tensors are ``(batch, n_heads, seq_len, d_k)``; every function also takes fewer
+leading axes, because it only touches the last two.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+SCALE_RULES = ("inv_sqrt_d_k", "none", "inv_d_k", "factor", "learnable_tau", "cosine")
+
+
+def scale_value(rule: str, d_k: int, *, factor: float = 1.0, tau: float = 1.0) -> float:
+    r"""The number that multiplies q·k under a rule.
+
+    ``none`` 1, ``inv_sqrt_d_k`` :math:`1/\sqrt{d_k}`, ``inv_d_k`` :math:`1/d_k`, ``factor`` :math:`factor/\sqrt{d_k}`,
+    ``learnable_tau`` and ``cosine`` :math:`1/\tau` (``cosine`` also normalizes q and k, see :func:`attention_logits`).
+
+    Raises: ValueError for an unknown rule.
+    """
+    values = {
+        "none": 1.0,
+        "inv_sqrt_d_k": 1 / math.sqrt(d_k),
+        "inv_d_k": 1 / d_k,
+        "factor": factor / math.sqrt(d_k),
+        "learnable_tau": 1 / tau,
+        "cosine": 1 / tau,
+    }
+    if rule not in values:
+        raise ValueError(f"scale rule: got {rule!r}, wanted one of {', '.join(values)}")
+    return values[rule]
+
+
+def qk_product(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q·k of every query with every key.
+
+    Shapes: q (..., q_len, d_k), k (..., kv_len, d_k); returns (..., q_len, kv_len).
+    """
+    return q @ k.transpose(-2, -1)
+
+
+def attention_logits(
+    q: torch.Tensor, k: torch.Tensor, rule: str = "inv_sqrt_d_k", *, factor: float = 1.0, tau: float = 1.0
+) -> torch.Tensor:
+    """q·k under a scale rule; ``cosine`` divides q and k by their norms first.
+
+    Shapes: as :func:`qk_product`.
+    """
+    if rule == "cosine":
+        q, k = unit_norm(q), unit_norm(k)
+    return qk_product(q, k) * scale_value(rule, q.shape[-1], factor=factor, tau=tau)
+
+
+def unit_norm(x: torch.Tensor) -> torch.Tensor:
+    """x with every vector of the last axis divided by its Euclidean norm."""
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def mask_logits(logits: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """Logits with -inf where ``keep`` is false.
+
+    Shapes: logits (..., q_len, kv_len), keep bool, broadcastable to it.
+    """
+    return logits.masked_fill(~keep, -math.inf)
+
+
+def softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Weights over the keys, the row's maximum subtracted first.
+
+    A row that is masked throughout gives NaN, as PyTorch's softmax does: there is nothing to average.
+    """
+    shifted = (logits - logits.amax(dim=-1, keepdim=True)).exp()
+    return shifted / shifted.sum(dim=-1, keepdim=True)
+
+
+def context(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Weighted mean of the values. Shapes: weights (..., q_len, kv_len), v (..., kv_len, d_v)."""
+    return weights @ v
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, keep: torch.Tensor | None = None, rule: str = "inv_sqrt_d_k"
+) -> torch.Tensor:
+    """All steps in a row. Shapes: returns (..., q_len, d_v)."""
+    logits = attention_logits(q, k, rule)
+    return context(softmax(logits if keep is None else mask_logits(logits, keep)), v)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Measures of a row of weights
+
+
+def entropy_nats(weights: torch.Tensor) -> torch.Tensor:
+    """Shannon entropy of each row; 0 for one-hot, ln n for uniform. A weight of 0 counts 0."""
+    import torch
+
+    return -torch.special.xlogy(weights, weights).sum(dim=-1)
+
+
+def softmax_jacobian(weights: torch.Tensor) -> torch.Tensor:
+    """d weights_i / d logits_j = weights_i (δ_ij - weights_j). Shapes: (..., n) to (..., n, n)."""
+    return weights.diag_embed() - weights[..., :, None] * weights[..., None, :]
+
+
+def jacobian_norm(weights: torch.Tensor) -> torch.Tensor:
+    r"""Frobenius norm of the softmax Jacobian without building it.
+
+    :math:`\|J\|_F^2 = S_2 - 2 S_3 + S_2^2` with :math:`S_m = \sum_i w_i^m`; written as
+    :math:`\sum_i w_i^2 (1 - w_i)^2 + (S_2^2 - S_4)`, and the last bracket as a sum over pairs, it would not cancel, but
+    would cost n² terms. The short form loses digits once the norm falls below the square root of the dtype's rounding
+    (about 3e-4 in float32), so it is computed in float64.
+
+    Shapes: (..., n) to (...,).
+    """
+    w = weights.double()
+    w2 = w * w
+    s2, s3 = w2.sum(dim=-1), (w2 * w).sum(dim=-1)
+    return (s2 - 2 * s3 + s2 * s2).clamp_min(0).sqrt()

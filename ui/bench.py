@@ -274,19 +274,15 @@ def summary(experiment: Experiment, result: Result) -> str:
 
 def _figures(setup: Setup, experiment: Experiment, result: Result, shown: Shown | None) -> None:
     chosen = setup.figures or experiment.metric_names[:FIGURES]
-    for column, metric in zip(st.columns(len(chosen)), chosen, strict=True):
+    for column, metric in zip(st.columns(len(chosen), wrap=False), chosen, strict=True):
         if metric not in result.metrics:
             continue
         spread = shown.spread.get(metric) if shown else None
-        with column:
-            st.metric(
-                text.with_unit(metric, experiment.metric(metric).unit, plain=False),
-                text.number(result.metrics[metric]),
-                delta=f"± {text.number(spread)}" if spread is not None else None,
-                delta_color="off",
-                delta_arrow="off",
-                help=text.help_of(metric),
-            )
+        uncertainty = f" :small[:gray[± {text.number(spread)}]]" if spread is not None else ""
+        with column.container(gap=None):
+            # not st.metric: it cuts a label that does not fit on one line
+            st.caption(text.with_unit(metric, experiment.metric(metric).unit, plain=False), help=text.help_of(metric))
+            st.markdown(f"### {text.number(result.metrics[metric])}{uncertainty}", anchors=False)
 
 
 def _buttons(setup: Setup, experiment: Experiment, spec: RunSpec, busy: bool) -> None:

@@ -295,6 +295,7 @@ def _set_lab(card: Card, lab: str, params: dict[str, object]) -> None:
     declared = registry.get(card.lab(lab).experiment).Params
     start = declared.defaults() | dict(card.lab(lab).params)
     state.set_controls(_slot(card, lab), start | params)
+    st.toast(t("lab_is_set"), icon=":material/science:")  # on a phone the panel is below the text
 
 
 def _lab(card: Card) -> None:

@@ -44,7 +44,7 @@ def draw() -> None:
     pages = max(1, -(-len(found) // PER_PAGE))
     page = st.pagination(pages, key="claims_page") if pages > 1 else 1
     for card, claim in found[(page - 1) * PER_PAGE : page * PER_PAGE]:
-        ledger.receipt(card, claim, with_card=True)
+        ledger.receipt(card, claim)
     verifying.bar()
 
 

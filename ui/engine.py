@@ -71,9 +71,6 @@ def torch_version() -> str:
 
 def quick(spec: RunSpec) -> Result | None:
     """The result if it is kept already or can be had within ``QUICK_S``; None when it wants a job."""
-    kept = runner.cached(spec)
-    if kept is not None:
-        return kept
     if not is_ready():
         return None
     clock = Stopwatch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import streamlit as st
 
@@ -22,6 +23,7 @@ PAGES = {
     "lab": ("pages/lab.py", ":material/science:"),
     "claims": ("pages/claims.py", ":material/fact_check:"),
 }
+ICON = Path(__file__).parent / "icon.svg"
 LANGUAGE_NAMES = {"en": "English", "zh": "中文"}
 
 
@@ -31,7 +33,7 @@ def page(page_id: str) -> Iterator[None]:
     title = t(f"page_{page_id}")  # t("page_home") t("page_cards") t("page_lab") t("page_claims")
     st.set_page_config(
         page_title=t("app_title") if page_id == "home" else f"{title} · {t('app_title')}",
-        page_icon=PAGES[page_id][1],
+        page_icon=str(ICON),  # a file of our own: an icon by name is fetched from another host
         layout="wide",
         initial_sidebar_state="auto",
     )
@@ -47,6 +49,11 @@ def page(page_id: str) -> Iterator[None]:
 def link(page_id: str, label: str, *, icon: str | None = None, **query: str) -> None:
     """A link to another page that keeps the language."""
     st.page_link(PAGES[page_id][0], label=label, icon=icon, query_params={**query, "lang": state.language()})
+
+
+def go(page_id: str, **query: str) -> None:
+    """Open another page, keeping the language."""
+    st.switch_page(PAGES[page_id][0], query_params={**query, "lang": state.language()})
 
 
 def _sidebar(page_id: str) -> None:
@@ -87,7 +94,7 @@ def _device_badge() -> None:
         st.caption(f":material/memory: {t('engine_starting')}\n\ntorch {version}")
         return
     device = devices.default()
-    st.caption(f":material/memory: {device.name} · float32 · {t('one_thread')}\n\ntorch {version}")
+    st.caption(f":material/memory: {device.kind.upper()} · float32 · {t('one_thread')}\n\ntorch {version}", help=device.name)
     gpu = devices.idle_gpu()
     if gpu:
         st.warning(t("idle_gpu", gpu=gpu), icon=":material/info:")

@@ -23,7 +23,8 @@ def draw() -> None:
             st.caption(t("start_here"))
             st.subheader(say(card.question).strip(), anchor=False)
             st.markdown(say(card.intent).strip().split("{{")[0])
-            frame.link("cards", t("open_card"), icon=":material/arrow_forward:", card=card.id)
+            if st.button(t("open_card"), type="primary", icon=":material/arrow_forward:"):
+                frame.go("cards", card=card.id)
     st.subheader(t("deck_map"), anchor=False)
     if not held.cards:
         st.info(t("no_cards"), icon=":material/search_off:")

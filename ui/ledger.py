@@ -34,33 +34,36 @@ def bounds(low: float | None, high: float | None) -> str:
     return f"≥ {text.number(low)}" if low is not None else f"≤ {text.number(high or 0.0)}"
 
 
-def receipt(card: Card, claim: Claim, *, with_card: bool = False) -> None:
-    """One row: verdict, statement, value, interval, seeds, device, dtype, version, date, and a button that renews it."""
+def receipt(card: Card, claim: Claim) -> None:
+    """One row: verdict and statement; value, interval, seeds, device, dtype, version, date; a button that renews it."""
     state_of = verdict(card, claim)
     sign, colour = SIGNS[state_of]
     result = prose.measured(card).get(claim.id)
-    with st.container(border=True, gap="small"):
-        st.markdown(f"###### {claim.id}")
-        st.markdown(f"{sign} {prose.statement(claim).strip()}")
-        if claim.limit:
-            st.badge(t("limit"), icon=":material/fence:", color="blue", help=t("limit_help"))
-        parts = [f"{t('accepted')} {bounds(*interval(claim.expect))}"]
-        if result is not None:
-            parts = [f"{t('measured')} :{colour}-background[{text.number(result.value)}]", *parts, *_circumstances(claim, result)]
-        st.markdown(":small[" + " · ".join(parts) + "]")
-        why = _why_not(card, claim, state_of)
-        if why:
-            st.caption(f":material/info: {why}")
-        with st.container(horizontal=True, vertical_alignment="center"):
-            st.button(
-                t("renew"),
-                key=f"renew-{claim.id}",
-                icon=":material/play_arrow:",
-                disabled=verifying.busy(),
-                on_click=verifying.start,
-                args=([(card.id, claim)],),
-            )
-            st.caption(f":gray[{claim.experiment} · {claim.metric}]", help=f"`{claim.because.strip()}`")
+    with st.container(border=True):
+        said, shown, renew = st.columns([11, 8, 3], vertical_alignment="center")
+        with said.container(gap="xxsmall"):
+            st.markdown(f"###### {claim.id}")
+            limit = f" :blue-badge[{t('limit')}]" if claim.limit else ""
+            st.markdown(f"{sign} {prose.statement(claim).strip()}{limit}")
+        with shown.container(gap="xxsmall"):
+            accepted = f"{t('accepted')} {bounds(*interval(claim.expect))}"
+            if result is None:
+                st.caption(accepted)
+            else:
+                st.markdown(f":{colour}-background[{text.number(result.value)}] :small[{accepted}]")
+                st.caption(" · ".join(_circumstances(claim, result)))
+            why = _why_not(card, claim, state_of)
+            if why:
+                st.caption(f":material/info: {why}")
+        renew.button(
+            t("renew"),
+            key=f"renew-{claim.id}",
+            icon=":material/play_arrow:",
+            disabled=verifying.busy(),
+            help=f"{claim.experiment} · {claim.metric}",
+            on_click=verifying.start,
+            args=([(card.id, claim)],),
+        )
 
 
 def _circumstances(claim: Claim, result: object) -> list[str]:

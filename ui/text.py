@@ -54,8 +54,8 @@ def experiment(key: str) -> ExperimentText:
 
 def with_unit(key: str, unit: str, *, plain: bool = True) -> str:
     """A name with its unit in brackets, for axes and figures; pure numbers have none."""
-    word = say(deck().strings.units[unit])
-    return f"{name(key, plain=plain)} ({word})" if word else name(key, plain=plain)
+    label = name(key, plain=plain)
+    return label if unit == "1" else f"{label} ({say(deck().strings.units[unit])})"
 
 
 def number(value: float) -> str:

@@ -92,10 +92,9 @@ def reachable(url: str, seconds: float = _PAGE_SECONDS) -> bool:
     found = threading.Event()
 
     def ask() -> None:
-        with (
-            contextlib.suppress(OSError, ValueError),
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds),
-        ):
+        request = urllib.request.Request(url, method="HEAD")
+        with contextlib.suppress(OSError, ValueError):
+            urllib.request.urlopen(request, timeout=seconds).close()
             found.set()
 
     asker = threading.Thread(target=ask, daemon=True)

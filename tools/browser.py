@@ -315,6 +315,17 @@ class Visit:
             found.append(f"the server's log: {self.app.log_text()[-2000:]}")
         return found
 
+    def height(self) -> int:
+        """How tall the page is in pixels, all that scrolls included."""
+        return int(
+            self.page.evaluate(
+                """() => {
+                  const main = document.querySelector('[data-testid="stMain"]') || document.documentElement;
+                  return window.innerHeight - main.clientHeight + main.scrollHeight;
+                }"""
+            )
+        )
+
     def scroll_width(self) -> int:
         """How many pixels the page is wider than the window: 0 unless a phone's reader has to scroll sideways."""
         return int(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from bench.measure import Row, p95
 from claims.verify import verify
 from content.loader import load_deck
-
-from bench.measure import Row, p95
 from engine import registry
 
 

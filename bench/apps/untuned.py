@@ -14,8 +14,8 @@ import altair as alt
 import pyarrow as pa
 import streamlit as st
 import torch
-from content.loader import load_deck
 
+from content.loader import load_deck
 from engine import registry
 from engine.base import make_run
 

@@ -235,8 +235,11 @@ _FORBIDDEN = (
 )
 
 # What Chromium and Streamlit say about themselves, not about the page. Streamlit builds a chart's view before it hands
-# the data over, and Vega then warns of an infinite extent.
-_NOT_OURS = re.compile(r"Slow network is detected|GPU stall due to ReadPixels|WebGL|willReadFrequently|Infinite extent")
+# the data over, so Vega warns of empty extents; opened at /lab, it looks for its server below /lab before the root.
+_NOT_OURS = re.compile(
+    r"GPU stall due to ReadPixels|WebGL|willReadFrequently|Infinite extent|Log scale domain includes zero: \[,\]"
+    r"|404 \(Not Found\) \(http://[\d.:]+/\w+/_stcore/(host-config|health)\)"
+)
 
 
 class Visit:

@@ -289,8 +289,8 @@ class Lab(Model):
     controls: Annotated[tuple[Name, ...], Field(min_length=1)]
     """Parameters that the reader moves, in the order in which one thinks."""
     look_for: Text
-    sweep: Name | None = None
-    """The parameter that the lab sweeps when asked."""
+    figures: tuple[Name, ...] = Field(default=(), max_length=3)
+    """Metrics printed large; without it the first three of the experiment."""
 
 
 class Mistake(Model):
@@ -533,7 +533,7 @@ class Source(Model):
     link: Prose
     """An https address, arXiv:1706.03762 or doi:10.1000/1 (both read as addresses), or a page of docs/."""
     short: str = ""
-    """What stands in a text; without it the first author's family name and the year. Organizations want it written."""
+    """As cited in a sentence; without it made of the authors: Vaswani et al., 2017. Organizations want it written."""
     note: Text | None = None
 
     @field_validator("link")
@@ -552,7 +552,7 @@ class Source(Model):
     @model_validator(mode="after")
     def _fill_short(self) -> Source:
         if not self.short:
-            object.__setattr__(self, "short", f"{_family(self.authors)} {self.year}")
+            object.__setattr__(self, "short", f"{_family(self.authors)}, {self.year}")
         return self
 
 

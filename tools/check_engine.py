@@ -119,11 +119,12 @@ def _labs(page: Page, card: Card) -> None:
         labs[lab.id] = lab, experiment
         _params(page, (*path, "params"), experiment, lab.params)
         fields = list(experiment.Params.specs())
-        named: list[tuple[Path, str]] = [((*path, "controls", i), c) for i, c in enumerate(lab.controls)]
-        named += [((*path, "sweep"), lab.sweep)] if lab.sweep else []
+        named = [((*path, "controls", i), c) for i, c in enumerate(lab.controls)]
         for place, name in named:
             if name not in fields and name != TO_NAME:
                 page.error(place, f"got {name!r}; {experiment.name} has the parameters {choices(name, fields, most=40)}")
+        for i, metric in enumerate(lab.figures):
+            _metric(page, (*path, "figures", i), experiment, metric)
     for n, follow_up in enumerate(card.follow_ups):
         if follow_up.lab and follow_up.lab.use in labs:
             lab, experiment = labs[follow_up.lab.use]

@@ -115,12 +115,24 @@ def softmax_jacobian(weights: torch.Tensor) -> torch.Tensor:
     return weights.diag_embed() - weights[..., :, None] * weights[..., None, :]
 
 
+def row_norm(x: torch.Tensor) -> torch.Tensor:
+    """Euclidean norm over the last axis whose squares neither underflow nor overflow (float32 squares end at 1e-19).
+
+    Shapes: (..., n) to (...,), at least float32.
+    """
+    import torch
+
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    largest = x.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).smallest_normal)
+    return largest.squeeze(-1) * (x / largest).norm(dim=-1)
+
+
 def softmax_gradient(weights: torch.Tensor, grad_weights: torch.Tensor) -> torch.Tensor:
     r"""Gradient with respect to the logits from the one with respect to the weights: the Jacobian times a vector.
 
     :math:`\partial L/\partial z_i = w_i\,(g_i - \sum_j w_j g_j)`. Adding a constant to every :math:`g_j` changes
-    nothing, so :math:`g` is measured from its value at the largest weight. On a saturated row the bracket of that weight
-    is then a sum of small terms and not a difference of two almost equal numbers, which is only rounding noise.
+    nothing, so :math:`g` is measured from its value at the largest weight. On a saturated row the bracket of that
+    weight is then a sum of small terms and not a difference of two almost equal numbers, which is only rounding noise.
 
     Shapes: (..., n) each; returns (..., n).
     """
@@ -133,9 +145,10 @@ def jacobian_norm(weights: torch.Tensor) -> torch.Tensor:
     r"""Frobenius norm of the softmax Jacobian, from the weights alone, without building the matrix.
 
     With :math:`S_m = \sum_i w_i^m` it is :math:`\sqrt{S_2 - 2S_3 + S_2^2}`. On a saturated row that is a difference of
-    numbers near 1, and what lies below the square root of the rounding error is lost (3e-4 in float32, 1e-8 in float64).
-    So the largest weight :math:`w_\star` is set apart and :math:`1 - w_\star` written as the sum of the others. With
-    :math:`R_m = \sum_{i\ne\star} w_i^m` the same number is a sum without a negative term, as :math:`w_i \le 1/2` there:
+    numbers near 1, and what lies below the square root of the rounding error is lost (3e-4 in float32, 1e-8 in
+    float64). So the largest weight :math:`w_\star` is set apart and :math:`1 - w_\star` written as the sum of the
+    others. With :math:`R_m = \sum_{i\ne\star} w_i^m` the same number is a sum without a negative term, as every other
+    :math:`w_i \le 1/2`:
 
     .. math:: \|J\|_F^2 = w_\star^2\,(R_1^2 + 2R_2) + R_2^2 + \sum_{i\ne\star} w_i^2\,(1 - 2w_i)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.base import (
@@ -119,19 +119,17 @@ def test_one_value_has_one_form():
 def test_unknown_names_are_reported_with_the_nearest_and_beside_bad_values():
     with pytest.raises(ParamsError) as caught:
         Params.from_mapping({"dk": 64, "zzz": 1, "tau": -1})
-    assert [(p.kind, p.name) for p in caught.value.problems] == [
-        ("unknown", "dk"),
-        ("unknown", "zzz"),
-        ("range", "tau"),
-    ]
-    assert "did you mean d_k?" in str(caught.value.problems[0])
-    assert "did you mean" not in str(caught.value.problems[1])
+    found = caught.value.problems
+    assert [(p.kind, p.name) for p in found] == [("unknown", "dk"), ("unknown", "zzz"), ("range", "tau")]
+    assert "did you mean d_k?" in str(found[0])
+    assert "did you mean" not in str(found[1])
     assert Params.from_mapping({"d_k": 8}) == Params(d_k=8)
 
 
 anything = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers()))
 
 
+@settings(deadline=None, derandomize=True)  # the machine may be busy, and a seed is explicit
 @given(d_k=anything, tau=anything, scale=anything, causal=anything)
 def test_nothing_but_params_error_and_nothing_out_of_bounds(d_k, tau, scale, causal):
     try:
@@ -165,7 +163,7 @@ def test_numbers_are_drawn_on_the_cpu_and_then_moved():
     assert run.generator.device.type == "cpu"
     on_cpu = make_run(0)
     on_cpu.randn(2, 3)
-    assert torch.equal(run.rand(4).new_empty(0, device="cpu"), torch.empty(0))
+    assert run.rand(4).device.type == "meta"
     on_cpu.rand(4)
     assert torch.equal(run.generator.get_state(), on_cpu.generator.get_state())  # as many were drawn on either
 

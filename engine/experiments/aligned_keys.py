@@ -47,7 +47,7 @@ METRICS = (
     Metric("entropy_nats", "nats"),
     Metric("entropy_share"),
 )
-PLOTS = (Plot("target_weight", table="target_weight", x="alignment", y="weight", by="scale"),)
+PLOTS = (Plot("target_weight", table="target_weight", x="alignment", y="target_weight_mean", by="scale"),)
 BUDGET_S = 0.015
 
 ALIGNMENTS = np.linspace(0, 1, 21)
@@ -111,7 +111,7 @@ def run(params: Params, run: Run) -> Result:
     table = {
         "scale": np.repeat(RULES, len(ALIGNMENTS)),
         "alignment": np.tile(ALIGNMENTS, len(RULES)).astype(np.float32),
-        "weight": np.concatenate(means).astype(np.float32),
+        "target_weight_mean": np.concatenate(means).astype(np.float32),
     }
     return Result(metrics, {"target_weight": table})
 

@@ -208,7 +208,7 @@ class Lab(Model):
     params: dict[Name, Scalar] = {}
     controls: tuple[Name, ...]
     look_for: Text
-    sweep: Name | None = None  # the parameter that the lab sweeps when asked
+    figures: tuple[Name, ...] = Field(default=(), max_length=3)  # metrics printed large; the first three of the experiment by default
 
 
 class Mistake(Model):
@@ -390,6 +390,7 @@ class Card(Model):
 class Source(Model):
     """One entry of sources.yaml. ``link`` is an https address or an arXiv/DOI identifier."""
 
+    short: Prose  # as cited in a sentence: "Vaswani et al., 2017"
     authors: Prose
     title: Prose
     year: Annotated[int, Field(ge=1900, le=2100)]

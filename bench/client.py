@@ -32,6 +32,7 @@ class Reader:
         )
         self._elements: dict[tuple[int, ...], Found] = {}
         self._states: dict[str, WidgetState] = {}
+        self._page_hash = ""  # the page, as the server calls it once it has run
 
     def __enter__(self) -> Reader:
         return self
@@ -54,10 +55,13 @@ class Reader:
                 return found
         raise LookupError(f"no such {kind} among {[f.kind for f in self.elements()]}")
 
-    def slide(self, slider: Found, value: float) -> float:
+    def slide(self, slider: Found, position: float) -> float:
         """Move a slider (a select_slider counts its options from 0); seconds until the script has finished."""
         state = WidgetState(id=slider.proto.id)
-        state.double_array_value.data.append(value)
+        if slider.proto.options:
+            state.string_array_value.data.append(slider.proto.options[int(position)])
+        else:
+            state.double_array_value.data.append(position)
         self._states[slider.proto.id] = state
         return self._run(slider.fragment)
 
@@ -73,6 +77,7 @@ class Reader:
         message = BackMsg()
         client = message.rerun_script
         client.query_string, client.page_name, client.fragment_id = self.query, self.page, fragment
+        client.page_script_hash = self._page_hash
         client.context_info.locale, client.context_info.timezone = "en-US", "UTC"
         client.widget_states.widgets.extend([*self._states.values(), *triggers])
         began = time.perf_counter()
@@ -85,8 +90,10 @@ class Reader:
         left = self.seconds - (time.perf_counter() - began)
         message = ForwardMsg.FromString(self._socket.recv(timeout=max(0.01, left)))
         kind = message.WhichOneof("type")
-        if kind == "new_session" and not message.metadata.run.fragment_ids:
-            self._elements.clear()
+        if kind == "new_session":
+            self._page_hash = message.new_session.page_script_hash
+            if not message.metadata.run.fragment_ids:
+                self._elements.clear()
         if kind == "delta":
             self._note(message)
         return kind == "script_finished" and message.script_finished != ForwardMsg.FINISHED_EARLY_FOR_RERUN

@@ -61,7 +61,7 @@ _PLACE = re.compile(
 )
 _YEAR = re.compile(r"(?:\b(?:in|since|from|until|of|by)\s|et al\.,?\s|[(（])$", re.IGNORECASE)
 _IN_WORDS = (
-    (re.compile(rf"\b({EN_NUMBER})(?:[- ]fold\b| times\b{_PRODUCT}| orders? of magnitude\b)", re.IGNORECASE), "times"),
+    (re.compile(rf"\b({EN_NUMBER})(?:[- ]?fold\b| times\b{_PRODUCT}| orders? of magnitude\b)", re.IGNORECASE), "times"),
     (re.compile(r"\b(twice|thrice)\b(?= (?:as|the|that|what)\b)", re.IGNORECASE), "times"),
     (re.compile(rf"({HAN_NUMBER})\s?(?:多?倍|个数量级)"), "times"),
     (re.compile(rf"\b(?:(an?|{EN_NUMBER}|\d+)[- ])({'|'.join(_PARTS)})(?:s\b|\b(?= (?:of|the|as)\b))", re.IGNORECASE), "parts"),

@@ -40,7 +40,7 @@ def spoken_seconds(text: str, language: str) -> float:
 def heard(text: str) -> str:
     """A text as phrases are looked for in it: small letters, no marks of Markdown or TeX, no spaces next to Han."""
     text = _CITATION.sub(" ", text).lower().replace("’", "'")
-    text = re.sub(r"[$*`\\{}]+", "", text)
+    text = re.sub(r"\\([a-z]+)|[{}]", r" \1 ", re.sub(r"[$*`]+", "", text))
     text = re.sub(r"[\s\-‑–]+", " ", text)
     return re.sub(rf"(?<=[{HAN}]) | (?=[{HAN}])", "", text).strip()
 

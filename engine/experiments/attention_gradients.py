@@ -91,12 +91,12 @@ ROW_SHARES = np.linspace(0.01, 0.99, 50)
 
 
 def memory_bytes(params: Params) -> int:
-    """In float64: the matrices with gradients, one chunk of activations with gradients, a dozen arrays of logits."""
+    """The matrices with gradients, one chunk of activations with gradients, a dozen arrays of logits, float64 rows."""
     numbers, logits = _item(params)
     items = items_per_chunk(params.batch, numbers=numbers, logits=logits)
     matrices = params.d_model * (2 * params.d_k + params.d_v)
-    rows = params.batch * (16 * params.q_len + 4 * params.kv_len)
-    return 8 * (4 * matrices + 6 * items * numbers + 12 * items * logits + rows)
+    rows = 8 * params.batch * (16 * params.q_len + 4 * params.kv_len)
+    return 4 * (4 * matrices + items * (4 * numbers + 12 * logits)) + rows
 
 
 def run(params: Params, run: Run) -> Result:

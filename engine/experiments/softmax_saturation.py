@@ -75,10 +75,11 @@ ROW_SHARES = np.linspace(0.01, 0.99, 50)
 
 
 def memory_bytes(params: Params) -> int:
-    """One chunk in float64: q and k with their copies, a dozen arrays of logits; and a few numbers a row and rule."""
+    """One chunk: q and k with their copies, a dozen arrays of logits; a few float64 numbers a row and rule."""
     numbers, logits = _item(params)
     items = items_per_chunk(params.batch, numbers=numbers, logits=logits)
-    return 8 * (4 * items * numbers + 12 * items * logits + 16 * params.batch * params.q_len + 8 * params.kv_len)
+    rows = 8 * (16 * params.batch * params.q_len + 8 * params.kv_len)
+    return 4 * items * (4 * numbers + 12 * logits) + rows
 
 
 def run(params: Params, run: Run) -> Result:

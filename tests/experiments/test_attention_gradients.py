@@ -124,8 +124,8 @@ def test_scaled_gradients_do_not_depend_on_d_k():
     """The point of 1/√d_k: the same distribution of gradients to logits and to q at every width."""
     small, large = metrics(d_k=16, batch=32), metrics(d_k=1024, batch=32)
     for name in ("grad_logits_norm_mean", "grad_logits_norm_median", "grad_q_norm_mean", "grad_q_norm_median"):
-        # two means over 2048 rows whose norms vary by 0.4 of their mean: 5 × 0.4 × √(2 / 2048) = 0.063; the length of a q
-        # of 16 coordinates varies by a sixth, and that moves mean and median by up to 0.04
+        # two means over 2048 rows whose norms vary by 0.4 of their mean: 5 × 0.4 × √(2 / 2048) = 0.063; the length of
+        # a q of 16 coordinates varies by a sixth, and that moves mean and median by up to 0.04
         assert small[name] == pytest.approx(large[name], rel=0.0625 + 0.04), name
 
 

@@ -12,7 +12,7 @@ from engine.base import Problem
 
 MAX_KEY_NUMBERS = 2**21  # of one item: 12 ms to draw on one core
 MAX_LOGITS = 2**20  # of one item: some 0.1 s where rows are sorted and several scale rules compared
-CHUNK_NUMBERS = 2**20
+CHUNK_NUMBERS = 2**21
 CHUNK_LOGITS = 2**18
 
 

@@ -96,7 +96,8 @@ def run(params: Params, run: Run) -> Result:
     for start, n in chunks(params.batch, items):
         q, k = run.randn(n, params.q_len, params.d_k), run.randn(n, params.kv_len, params.d_k)
         qk = qk_product(q, k)
-        for rule in rules:
+        for i, rule in enumerate(rules):
+            run.progress((start + n * i / len(rules)) / params.batch)
             if rule == "cosine":
                 logits = attention_logits(q, k, rule, tau=params.tau)
             else:
@@ -109,7 +110,6 @@ def run(params: Params, run: Run) -> Result:
                 entropies.append(_rows(entropy_nats(weights)))
                 maxima.append(_rows(weights.amax(dim=-1)))
                 lengths.append(_rows(row_norm(logits)))
-        run.progress((start + n) / params.batch)
 
     entropy, weight_max, norm = np.concatenate(entropies), np.concatenate(maxima), np.concatenate(norms[params.scale])
     metrics = {

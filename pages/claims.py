@@ -1,0 +1,6 @@
+"""The Claims page."""
+
+from ui import claims, frame
+
+with frame.page("claims"):
+    claims.draw()

@@ -1,0 +1,125 @@
+"""Every page, in both languages, without a browser: it draws, it says its words in one language, it never shows an exception."""
+
+import re
+
+import pytest
+import streamlit as st
+from streamlit.testing.v1 import AppTest
+
+from content.loader import load_deck
+from ui.frame import PAGES
+
+DECK = load_deck()
+HAN = re.compile(r"[\u4e00-\u9fff]")
+PAGE_IDS = list(PAGES)
+
+
+def opened(page: str, lang: str, **query: str) -> AppTest:
+    """A page after its first script run, opened by its link."""
+    app = AppTest.from_file("app.py", default_timeout=60)
+    app.context = {"locale": "en-US"}
+    if page != "home":
+        app.switch_page(PAGES[page][0])
+    for name, value in {"lang": lang, **query}.items():
+        app.query_params[name] = value
+    return app.run()
+
+
+def words(app: AppTest) -> list[str]:
+    """All text that the page shows, element by element."""
+    kinds = ("markdown", "caption", "header", "subheader", "title", "button", "info", "warning", "error", "toggle", "metric", "latex")
+    found = [e.label if kind in ("button", "toggle", "metric") else e.value for kind in kinds for e in app.get(kind)]
+    return [str(w) for w in found]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_caches():
+    st.cache_resource.clear()
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+@pytest.mark.parametrize("page", PAGE_IDS)
+def test_page_draws_in_one_language(page, lang):
+    app = opened(page, lang)
+    assert not app.exception
+    assert not app.error, [e.value for e in app.error]
+    shown = words(app)
+    assert len(shown) > 3
+    joined = "\n".join(shown)
+    assert "{{" not in joined
+    assert not re.search(r"\bnan\b", joined, re.IGNORECASE)
+    if lang == "en":  # a Chinese word on an English page is a label that was forgotten
+        assert not [w for w in shown if HAN.search(w)]
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+@pytest.mark.parametrize("section", ["spoken", "derivation", "follow-ups", "mistakes", "trade-offs", "practice", "resume", "sources"])
+@pytest.mark.parametrize("card", sorted(DECK.cards))
+def test_card_sections(card, section, lang):
+    app = opened("cards", lang, card=card, section=section)
+    assert not app.exception
+    assert not app.error, [e.value for e in app.error]
+    joined = "\n".join(words(app))
+    assert "{{" not in joined
+    assert not re.search(r"\bnan\b", joined, re.IGNORECASE)
+    assert "-background[[" in joined  # measured numbers stand on their ground, linked to their receipts
+    if lang == "en":
+        assert not [w for w in words(app) if HAN.search(w)]
+    assert app.query_params["section"] in (section, [section])
+
+
+@pytest.mark.parametrize("card", sorted(DECK.cards))
+def test_each_receipt_stands_on_the_card_with_its_anchor(card):
+    headings = [m.value for m in opened("cards", "en", card=card).markdown if m.value.startswith("###### ")]
+    assert headings == [f"###### {claim.id}" for claim in DECK.cards[card].claims]
+
+
+def test_language_by_link_then_browser_then_english():
+    app = AppTest.from_file("app.py", default_timeout=60)
+    app.context = {"locale": "zh-CN"}
+    assert any(HAN.search(w) for w in words(app.run()))
+    app = AppTest.from_file("app.py", default_timeout=60)
+    app.context = {"locale": "fr-FR"}
+    assert not any(HAN.search(w) for w in words(app.run()))
+    app = AppTest.from_file("app.py", default_timeout=60)
+    app.context = {"locale": "zh-CN"}
+    app.query_params["lang"] = "en"
+    assert not any(HAN.search(w) for w in words(app.run()))
+
+
+@pytest.mark.parametrize(
+    ("page", "query"),
+    [
+        ("cards", {"card": "no-such-card"}),
+        ("cards", {"card": "sdpa-scale-sqrt-dk", "section": "no-such-section"}),
+        ("cards", {"lang": "xx"}),
+        ("lab", {"experiment": "no_such_experiment"}),
+        ("lab", {"experiment": "qk_variance", "d_k": "1e99"}),
+        ("lab", {"experiment": "qk_variance", "d_k": "many", "seed": "-3", "device": "tpu", "dtype": "int8"}),
+        ("lab", {"experiment": "qk_variance", "scale": "'; drop table"}),
+    ],
+)
+def test_a_broken_link_is_answered_in_words(page, query):
+    app = opened(page, **{"lang": "en", **query})
+    assert not app.exception
+    assert not app.error
+
+
+def test_search_finds_a_card_by_words_of_either_language():
+    if not DECK.cards:
+        pytest.fail("the deck is empty")
+    app = opened("cards", "en")
+    app.text_input(key="card_search").set_value("softmax 缩放").run()
+    assert any(m.value for m in app.get("page_link"))if hasattr(app, "page_link") else True
+    app.text_input(key="card_search").set_value("zzzzzz").run()
+    assert len(app.info) == 1
+
+
+def test_think_first_hides_answers_until_asked():
+    app = opened("cards", "en", card="sdpa-scale-sqrt-dk")
+    before = len(app.markdown)
+    app.toggle(key="think_first").set_value(True).run()
+    assert len(app.tabs) == 0
+    assert len(app.markdown) < before
+    next(b for b in app.button if b.label == "Show the answers").click().run()
+    assert len(app.tabs) > 0

@@ -1,0 +1,1 @@
+"""What is drawn: the only room, with app.py and pages/, that knows Streamlit."""

@@ -1,0 +1,409 @@
+"""The lab panel: controls, chart, figures, run and predict. The same on a card and on the Lab page."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import streamlit as st
+
+from claims.receipts import LabReceipt
+from claims.verify import Verdict, verify
+from content.schema import Claim
+from engine import registry, runner
+from engine.base import ParamsError, Result
+from engine.registry import Experiment
+from engine.runner import Handle, RunSpec
+from ui import charts, engine, jobbar, state, text, widgets
+from ui.state import Prediction, Shown
+from ui.text import t
+
+SEEDS = 5  # runs behind the ± of a figure
+POLL_S = 0.4
+DEFAULT_BUDGET_S, MOST_BUDGET_S = 10, 120
+FIGURES = 3
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a panel shows: an experiment with its first parameters and the controls to offer."""
+
+    slot: str
+    experiment: str
+    params: Mapping[str, Any]
+    controls: tuple[str, ...]
+    figures: tuple[str, ...] = ()
+    reference: LabReceipt | None = None  # its committed run, shown before anything was run here
+    claims: tuple[Claim, ...] = ()  # of the card, measured by this experiment
+    card: str = ""
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    on_params: Callable[[Mapping[str, Any]], None] = field(default=lambda params: None)  # keeps the link up to date
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What *Run on this device* brings back."""
+
+    shown: Shown
+    verdicts: tuple[Verdict, ...]
+
+
+def panel(setup: Setup) -> None:
+    """Draw the panel as a fragment of its own: a moved slider redraws it and nothing else."""
+    running = engine.active_job(_purpose(setup)) is not None
+    st.fragment(_panel, run_every=POLL_S if running else None)(setup, running)
+
+
+def _purpose(setup: Setup) -> str:
+    return f"lab:{setup.slot}"
+
+
+def _panel(setup: Setup, polled: bool) -> None:
+    experiment = registry.get(setup.experiment)
+    values = widgets.params_controls(experiment, setup.controls, setup.params, setup.slot)
+    try:
+        params = experiment.Params.from_mapping(values).as_dict()
+    except ParamsError as error:
+        st.error(text.error(error), icon=":material/block:")
+        params = None
+    if params is not None:
+        setup.on_params(params)
+        spec = engine.spec_of(setup.experiment, params, seed=setup.seed, device=setup.device, dtype=setup.dtype)
+        _collect(setup)
+        predicting = state.value_of(_predict_key(setup))
+        if predicting:
+            _ask_prediction(setup, experiment, spec)
+        elif not experiment.trains:
+            _bring_up_to_date(setup, spec)
+        elif setup.slot not in state.reader().shown:
+            _show_reference(setup, spec)
+        if not predicting:
+            _draw(setup, experiment, spec)
+    if (engine.active_job(_purpose(setup)) is not None) != polled:
+        st.rerun()  # the page decides how often this fragment is polled, and its text holds the new numbers
+
+
+# -- getting a result -------------------------------------------------------------------------------------------------
+
+
+def _show_reference(setup: Setup, spec: RunSpec) -> bool:
+    """Show the committed run where it is the run asked for."""
+    reference = setup.reference
+    if reference is None or (spec.seed, spec.device, spec.dtype) != (0, "cpu", "float32"):
+        return False
+    if spec.params != registry.get(setup.experiment).Params.from_mapping(setup.params).as_dict():
+        return False
+    state.reader().shown[setup.slot] = Shown(spec, Result(dict(reference.metrics), dict(reference.tables)), "reference")
+    return True
+
+
+def _bring_up_to_date(setup: Setup, spec: RunSpec) -> None:
+    """Have the asked-for run on show, or a job under way that will bring it."""
+    reader = state.reader()
+    shown = reader.shown.get(setup.slot)
+    if shown is not None and shown.spec == spec:
+        return
+    if _show_reference(setup, spec):
+        reader.messages.pop(setup.slot, None)
+        return
+    if _wanted(setup) == spec:  # under way, or ended without a result: its message says why
+        return
+    state.set_value(f"{setup.slot}:wanted", spec)
+    reader.messages.pop(setup.slot, None)
+    try:
+        result = engine.quick(spec)
+    except (runner.TooLarge, runner.OutOfMemory) as error:
+        reader.messages[setup.slot] = text.error(error)
+        return
+    if result is not None:
+        reader.shown[setup.slot] = Shown(spec, result, "here")
+        return
+
+    def work(handle: Handle) -> Measured:
+        result = runner.run(
+            spec.experiment,
+            spec.params,
+            seed=spec.seed,
+            device=spec.device,
+            dtype=spec.dtype,
+            on_progress=handle.progress,
+            check_stop=handle.check_stop,
+        )
+        return Measured(Shown(spec, result, "here"), ())
+
+    engine.submit(_purpose(setup), work, device=spec.device)
+    _collect(setup)
+
+
+def _wanted(setup: Setup) -> RunSpec | None:
+    return state.value_of(f"{setup.slot}:wanted")
+
+
+def _collect(setup: Setup) -> None:
+    """Take what a finished job of this panel brought, or say why it brought nothing."""
+    reader = state.reader()
+    job = engine.take_finished(_purpose(setup))
+    if job is None:
+        return
+    if job.state == "done":
+        measured: Measured = job.result
+        measured.shown.seconds = job.seconds
+        reader.shown[setup.slot] = measured.shown
+        reader.verdicts.update({v.claim: v for v in measured.verdicts})
+        reader.messages.pop(setup.slot, None)
+    elif job.state == "stopped":
+        if isinstance(job.partial, Result):
+            wanted = _wanted(setup)
+            reader.shown[setup.slot] = Shown(wanted, job.partial, "here", job.seconds)
+        reader.messages[setup.slot] = t(f"stopped_{job.reason}", share=f"{job.fraction:.0%}")
+        # t("stopped_stop") t("stopped_replaced") t("stopped_deadline")
+    else:
+        reader.messages[setup.slot] = text.error(job.error)
+
+
+def _measure(setup: Setup, spec: RunSpec) -> None:
+    """*Run on this device*: this setting on several seeds, and the claims that this experiment carries."""
+    state.set_value(f"{setup.slot}:wanted", spec)
+    claims, card = setup.claims, setup.card
+
+    def work(handle: Handle) -> Measured:
+        total = SEEDS + len(claims)
+        results = []
+        for i in range(SEEDS):
+            results.append(
+                runner.run(
+                    spec.experiment,
+                    spec.params,
+                    seed=spec.seed + i,
+                    device=spec.device,
+                    dtype=spec.dtype,
+                    on_progress=lambda fraction, partial, i=i: handle.progress((i + fraction) / total),
+                    check_stop=handle.check_stop,
+                )
+            )
+        verdicts = []
+        for i, claim in enumerate(claims):
+            handle.progress((SEEDS + i) / total)
+            verdicts.append(verify(claim, card, device=spec.device, check_stop=handle.check_stop))
+        spread = {m: (max(r.metrics[m] for r in results) - min(r.metrics[m] for r in results)) / 2 for m in results[0].metrics}
+        middle = {m: statistics.median(r.metrics[m] for r in results) for m in results[0].metrics}
+        shown = Shown(spec, Result(middle, results[0].tables), "here", spread=spread, n_seeds=SEEDS)
+        return Measured(shown, tuple(verdicts))
+
+    engine.submit(_purpose(setup), work, device=spec.device)
+
+
+def _train(setup: Setup, spec: RunSpec, budget_s: float) -> None:
+    """Start a training run under the reader's time budget; its curves are drawn while it goes on."""
+    state.set_value(f"{setup.slot}:wanted", spec)
+
+    def work(handle: Handle) -> Measured:
+        result = runner.run(
+            spec.experiment,
+            spec.params,
+            seed=spec.seed,
+            device=spec.device,
+            dtype=spec.dtype,
+            on_progress=handle.progress,
+            check_stop=handle.check_stop,
+        )
+        return Measured(Shown(spec, result, "here"), ())
+
+    engine.submit(_purpose(setup), work, device=spec.device, deadline_s=budget_s)
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def _draw(setup: Setup, experiment: Experiment, spec: RunSpec) -> None:
+    reader = state.reader()
+    job = engine.active_job(_purpose(setup))
+    shown = reader.shown.get(setup.slot)
+    result = job.partial if job is not None and isinstance(job.partial, Result) else shown.result if shown else None
+    if job is not None:
+        jobbar.draw(job)
+    if result is None:
+        st.skeleton(height=charts.HEIGHT) if job is not None else st.info(t("nothing_run"), icon=":material/play_arrow:")
+    else:
+        _chart(setup, experiment, result)
+        _figures(setup, experiment, result, shown)
+    _prediction_outcome(setup)
+    message = reader.messages.get(setup.slot)
+    if message:
+        st.warning(message, icon=":material/info:")
+    _buttons(setup, experiment, spec, job is not None)
+    if shown is not None:
+        _caption(setup, shown)
+    if result is not None:
+        _details(setup, experiment, result)
+
+
+def _chart(setup: Setup, experiment: Experiment, result: Result) -> None:
+    words = text.experiment(experiment.name)
+    plots = [p for p in experiment.plots if p.table in result.tables and len(result.tables[p.table][p.x])]
+    if not plots:
+        return
+    plot = plots[0]
+    if len(plots) > 1:
+        names = [p.name for p in plots]
+        key = state.default_control(setup.slot, "plot", names[0])
+        if state.value_of(key) not in names:
+            state.set_value(key, names[0])
+        chosen = st.segmented_control(
+            t("plot"), names, key=key, format_func=lambda n: text.say(words.plots[n]), label_visibility="collapsed", required=True
+        )
+        plot = plots[names.index(chosen)]
+    else:
+        st.caption(text.say(words.plots[plot.name]))
+    charts.draw(plot, result.tables[plot.table], key=f"{setup.slot}-{plot.name}", description=summary(experiment, result))
+
+
+def summary(experiment: Experiment, result: Result) -> str:
+    """One sentence that says what the run shows."""
+    words = text.experiment(experiment.name)
+    try:
+        return text.say(words.summary).format(**result.metrics)
+    except KeyError:  # a partial result need not hold every metric yet
+        return text.say(words.title)
+
+
+def _figures(setup: Setup, experiment: Experiment, result: Result, shown: Shown | None) -> None:
+    chosen = setup.figures or experiment.metric_names[:FIGURES]
+    for column, metric in zip(st.columns(len(chosen), wrap=False), chosen, strict=True):
+        if metric not in result.metrics:
+            continue
+        spread = shown.spread.get(metric) if shown else None
+        uncertainty = f" :small[:gray[± {text.number(spread)}]]" if spread is not None else ""
+        with column.container(gap=None):
+            # not st.metric: it cuts a label that does not fit on one line
+            st.caption(text.with_unit(metric, experiment.metric(metric).unit, plain=False), help=text.help_of(metric))
+            st.markdown(f"### {text.number(result.metrics[metric])}{uncertainty}", anchors=False)
+
+
+def _buttons(setup: Setup, experiment: Experiment, spec: RunSpec, busy: bool) -> None:
+    if experiment.trains:
+        budget_key = state.default_control(setup.slot, "budget_s", DEFAULT_BUDGET_S)
+        st.slider(t("budget"), 5, MOST_BUDGET_S, step=5, key=budget_key, format="%d s", help=t("budget_help"))
+    with st.container(horizontal=True):
+        if experiment.trains:
+            budget = state.value_of(budget_key)
+            st.button(
+                t("train_here"),
+                key=f"{setup.slot}-run",
+                type="primary",
+                icon=":material/play_arrow:",
+                disabled=busy,
+                on_click=_train,
+                args=(setup, spec, float(budget)),
+            )
+        else:
+            st.button(
+                t("run_here"),
+                key=f"{setup.slot}-run",
+                type="primary",
+                icon=":material/play_arrow:",
+                disabled=busy,
+                help=t("run_here_help", seeds=SEEDS, claims=len(setup.claims)),
+                on_click=_measure,
+                args=(setup, spec),
+            )
+        st.button(
+            t("predict_first"),
+            key=f"{setup.slot}-predict",
+            icon=":material/psychology:",
+            disabled=busy,
+            help=t("predict_help"),
+            on_click=state.set_value,
+            args=(_predict_key(setup), True),
+        )
+
+
+def _caption(setup: Setup, shown: Shown) -> None:
+    if shown.where == "reference":
+        st.caption(t("from_reference", device="CPU", dtype="float32", seeds="0", date=setup.reference.date if setup.reference else ""))
+        return
+    seeds = f"{shown.spec.seed}–{shown.spec.seed + shown.n_seeds - 1}" if shown.n_seeds > 1 else str(shown.spec.seed)
+    line = t("measured_here", device=shown.spec.device, dtype=shown.spec.dtype, seeds=seeds)
+    if shown.seconds is not None:
+        line += f" · {shown.seconds:.1f} s"
+    if shown.result.done < 1:
+        line += f" · {t('got_so_far', share=f'{shown.result.done:.0%}')}"
+    st.caption(line)
+
+
+def _details(setup: Setup, experiment: Experiment, result: Result) -> None:
+    fold = st.expander(t("table_and_summary"), key=f"{setup.slot}-details", on_change="rerun")
+    if not fold.open:
+        return
+    with fold:
+        st.write(summary(experiment, result))
+        rows = {text.with_unit(m.name, m.unit): text.number(result.metrics[m.name]) for m in experiment.metrics if m.name in result.metrics}
+        st.dataframe({t("metric"): list(rows), t("value"): list(rows.values())}, hide_index=True, key=f"{setup.slot}-metrics")
+        for plot in experiment.plots:
+            if plot.table in result.tables:
+                st.caption(text.say(text.experiment(experiment.name).plots[plot.name]))
+                st.dataframe(charts.as_frame(plot, result.tables[plot.table]), hide_index=True, key=f"{setup.slot}-{plot.name}-rows")
+
+
+# -- predict, then run ------------------------------------------------------------------------------------------------
+
+
+def _predict_key(setup: Setup) -> str:
+    return f"{setup.slot}:predicting"
+
+
+def _ask_prediction(setup: Setup, experiment: Experiment, spec: RunSpec) -> None:
+    """The chart is put away; the reader says a number, then sees the run."""
+    metric = (setup.figures or experiment.metric_names)[0]
+    st.markdown(t("predict_ask", name=text.with_unit(metric, experiment.metric(metric).unit, plain=False)))
+    key = f"{setup.slot}:prediction"
+    st.number_input(t("your_prediction"), value=None, format="%g", key=key, placeholder=t("a_number"))
+    with st.container(horizontal=True):
+        st.button(
+            t("commit_and_run"),
+            key=f"{setup.slot}-commit",
+            type="primary",
+            icon=":material/play_arrow:",
+            disabled=state.value_of(key) is None,
+            on_click=_commit,
+            args=(setup, spec, metric),
+        )
+        st.button(t("cancel"), key=f"{setup.slot}-cancel", on_click=state.set_value, args=(_predict_key(setup), False))
+
+
+def _commit(setup: Setup, spec: RunSpec, metric: str) -> None:
+    value = state.value_of(f"{setup.slot}:prediction")
+    state.set_value(_predict_key(setup), False)
+    state.set_value(f"{setup.slot}:pending", (spec, metric, value))
+    if registry.get(setup.experiment).trains:
+        _train(setup, spec, float(state.control_value(setup.slot, "budget_s") or DEFAULT_BUDGET_S))
+
+
+def _prediction_outcome(setup: Setup) -> None:
+    """Compare a committed prediction with the run it was made for, once that run is there, and keep it."""
+    pending = state.value_of(f"{setup.slot}:pending")
+    shown = state.reader().shown.get(setup.slot)
+    if pending is None or shown is None:
+        return
+    spec, metric, predicted = pending
+    if shown.spec != spec or metric not in shown.result.metrics:
+        return
+    measured = shown.result.metrics[metric]
+    prediction = Prediction(setup.experiment, metric, predicted, measured)
+    reader = state.reader()
+    if prediction not in reader.predictions:
+        reader.predictions.append(prediction)
+    st.info(t("prediction_outcome", predicted=text.number(predicted), measured=text.number(measured), error=_how_far(predicted, measured)))
+
+
+def _how_far(predicted: float, measured: float) -> str:
+    """A factor where both have the same sign, else a difference."""
+    if predicted * measured > 0:
+        factor = max(predicted / measured, measured / predicted)
+        return t("off_by_factor", factor=f"{factor:.2f}") if math.isfinite(factor) else t("off_by", difference="∞")
+    return t("off_by", difference=text.number(abs(predicted - measured)))

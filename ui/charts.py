@@ -1,0 +1,161 @@
+"""Plot → Vega-Lite, once: charts are written with Altair (which checks them), their spec is kept, and rows are sent as data.
+
+Streamlit's own ``st.altair_chart`` checks and converts a chart at every rerun, under one lock of the whole process; a kept
+spec drawn with ``st.vega_lite_chart`` costs about a twentieth of that.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import streamlit as st
+
+from engine.base import Plot, Table
+from ui import text
+
+HEIGHT = 260
+MAX_ROWS = 4000
+DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 4], [10, 4])  # a second sign beside the colour
+TEXT_COLOUR = {"light": "#1F2328", "dark": "#E6E4DF"}
+
+
+@dataclass(frozen=True)
+class _Words:
+    """All that a spec depends on besides the plot; hashable, so that the spec can be kept by it."""
+
+    x: str
+    y: str
+    by: str
+    theory: str
+    series: tuple[str, ...]
+    facets: tuple[str, ...]
+    x_is_text: bool
+    colour: str
+
+
+def draw(plot: Plot, table: Table, *, key: str, description: str) -> None:
+    """Draw one plot in the reader's language, with ``description`` for screen readers."""
+    frame, words = _prepare(plot, table)
+    st.vega_lite_chart(frame, spec(plot, words), key=key, alt=description, width="stretch")
+    if plot.theory:
+        st.caption(text.t("dashed_is", name=words.theory))
+
+
+def as_frame(plot: Plot, table: Table) -> pd.DataFrame:
+    """The rows behind a chart under their names in the reader's language, for the data table."""
+    frame = _labelled(plot, table)
+    return frame.rename(columns={c: text.name(c, plain=True) for c in frame.columns})
+
+
+def _labelled(plot: Plot, table: Table) -> pd.DataFrame:
+    frame = pd.DataFrame({n: _small(column) for n, column in table.items()})
+    for column in (plot.by, plot.facet, plot.x):
+        if column and frame[column].dtype.kind not in "iuf":
+            frame[column] = [text.choice(v, plain=True) for v in frame[column]]
+    return frame
+
+
+def _prepare(plot: Plot, table: Table) -> tuple[pd.DataFrame, _Words]:
+    frame = _labelled(plot, table).head(MAX_ROWS)
+    words = _Words(
+        x=text.with_unit(plot.x, plot.x_unit),
+        y=text.with_unit(plot.y, plot.y_unit),
+        by=text.name(plot.by, plain=True) if plot.by else "",
+        theory=text.name(plot.theory, plain=True) if plot.theory else "",
+        series=_in_order(frame[plot.by]) if plot.by else (),
+        facets=_in_order(frame[plot.facet]) if plot.facet else (),
+        x_is_text=frame[plot.x].dtype.kind not in "iuf",
+        colour=TEXT_COLOUR[st.context.theme.type or "light"],
+    )
+    if plot.by and frame[plot.by].dtype.kind in "iuf":  # a legend of numbers is read as names, not as a ramp
+        frame[plot.by] = frame[plot.by].map(str)
+    return frame, words
+
+
+def _in_order(column: Any) -> tuple[str, ...]:
+    return tuple(str(v) for v in dict.fromkeys(column))
+
+
+def _small(column: np.ndarray) -> np.ndarray:
+    """Smaller numbers, fewer bytes on the wire; a chart can't show more digits."""
+    return column.astype(np.float32) if column.dtype == np.float64 else column
+
+
+@functools.lru_cache(maxsize=256)
+def spec(plot: Plot, words: _Words) -> dict[str, Any]:
+    """The Vega-Lite spec of a plot, without data and theme."""
+    import altair as alt
+
+    source = alt.NamedData(name="rows")
+    x = (
+        alt.X(plot.x, type="nominal", sort=None, title=words.x, axis=alt.Axis(labelAngle=0))
+        if words.x_is_text
+        else alt.X(plot.x, type="quantitative", title=words.x, scale=_scale(plot.x_scale), axis=_axis(plot.x_scale))
+    )
+    y = alt.Y(plot.y, type="quantitative", title=words.y, scale=_scale(plot.y_scale, mark=plot.mark), axis=_axis(plot.y_scale))
+    tooltip = [alt.Tooltip(plot.x, type="nominal" if words.x_is_text else "quantitative", title=words.x)]
+    tooltip.append(alt.Tooltip(plot.y, type="quantitative", title=words.y, format=".4~g"))
+    base = alt.Chart(source)
+    series: dict[str, Any] = {}
+    if plot.by:
+        legend = alt.Legend(orient="top", title=None, columns=3, labelLimit=240, symbolType="stroke", symbolSize=260, symbolStrokeWidth=3)
+        series["color"] = alt.Color(plot.by, type="nominal", sort=list(words.series), legend=legend)
+        if plot.mark == "line":
+            dashes = [list(DASHES[i % len(DASHES)]) for i in range(len(words.series))]
+            series["strokeDash"] = alt.StrokeDash(
+                plot.by, type="nominal", sort=list(words.series), scale=alt.Scale(domain=list(words.series), range=dashes), legend=legend
+            )
+        tooltip.insert(0, alt.Tooltip(plot.by, type="nominal", title=words.by))
+
+    layers = []
+    if plot.low and plot.high:
+        band = {k: v for k, v in series.items() if k == "color"}
+        layers.append(base.mark_area(opacity=0.18).encode(x=x, y=alt.Y(plot.low, type="quantitative", title=words.y), y2=plot.high, **band))
+    layers.append(_mark(base, plot).encode(x=x, y=y, tooltip=tooltip, **series))
+    if plot.theory:
+        law = base.mark_line(strokeDash=[5, 4], strokeWidth=1.5, color=words.colour)
+        detail = {"detail": alt.Detail(plot.by, type="nominal")} if plot.by else {}
+        layers.append(law.encode(x=x, y=alt.Y(plot.theory, type="quantitative", title=words.y), **detail))
+    chart = alt.layer(*layers) if len(layers) > 1 else layers[0]
+    if plot.facet:
+        chart = chart.properties(width=150, height=HEIGHT * 0.6).facet(
+            facet=alt.Facet(plot.facet, type="nominal", title=None, sort=list(words.facets)), columns=2
+        )
+    else:
+        chart = chart.properties(height=HEIGHT)
+    made = chart.to_dict()
+    for part in ("$schema", "config", "data", "datasets"):
+        made.pop(part, None)
+    return made
+
+
+def _mark(base: Any, plot: Plot) -> Any:
+    if plot.mark == "line":
+        return base.mark_line(strokeWidth=2, point=False)
+    if plot.mark == "bar":
+        return base.mark_bar()
+    if plot.mark == "area":
+        return base.mark_area(opacity=0.6)
+    if plot.mark == "heat":
+        return base.mark_rect()
+    return base.mark_point(filled=True, size=45)
+
+
+def _scale(kind: str, mark: str = "line") -> Any:
+    import altair as alt
+
+    if kind == "linear":
+        return alt.Scale(zero=mark in ("bar", "area"), nice=True)
+    return alt.Scale(type="log", base=2 if kind == "log2" else 10, nice=False)
+
+
+def _axis(kind: str) -> Any:
+    import altair as alt
+
+    if kind == "log10":
+        return alt.Axis(format=".0e", grid=True, tickCount=6)
+    return alt.Axis(grid=True, tickCount=6)

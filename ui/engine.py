@@ -1,0 +1,117 @@
+"""The engine as pages use it: warmed up in the background, asked without ever holding up a page.
+
+What is quick answers inside the script run; what is not becomes a job of the runner, which the page polls.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import streamlit as st
+
+from engine import devices, runner
+from engine.base import Result, Stopped, Stopwatch
+from engine.runner import Handle, Job, RunSpec
+from ui import state
+
+QUICK_S = 0.3  # a run that takes longer than this becomes a job
+WAIT_S = 0.3  # how long a script run waits for a job just submitted: most single claims are done by then
+T = TypeVar("T")
+
+
+class WarmUp:
+    """Imports torch in a thread of its own, so that no page waits for it (1.7 s and 200 MB)."""
+
+    def __init__(self) -> None:
+        self.ready = threading.Event()
+        self._started = threading.Lock()
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Start once, however often it is called."""
+        if self._started.acquire(blocking=False):
+            threading.Thread(target=self._work, name="warm-up", daemon=True).start()
+
+    def _work(self) -> None:
+        try:
+            import torch
+
+            torch.set_num_threads(1)  # two threads on two shared cores are several times slower
+            devices.available()
+            # what was made so far lives as long as the process: the collector need not look at it again
+            gc.collect()
+            gc.freeze()
+        except (ImportError, OSError) as error:  # torch missing, or its libraries do not load: the pages say so
+            self.failure = error
+        self.ready.set()
+
+
+@st.cache_resource(show_spinner=False)
+def warm_up() -> WarmUp:
+    """The one warm-up of this process."""
+    return WarmUp()
+
+
+def is_ready() -> bool:
+    """Whether a run can start at once."""
+    return warm_up().ready.is_set() and warm_up().failure is None
+
+
+def torch_version() -> str:
+    """The installed torch, known without importing it; empty when there is none."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def quick(spec: RunSpec) -> Result | None:
+    """The result if it is kept already or can be had within ``QUICK_S``; None when it wants a job."""
+    if not is_ready():
+        return None
+    clock = Stopwatch()
+
+    def check() -> None:
+        if clock() > QUICK_S:
+            raise Stopped("deadline")
+
+    try:
+        return runner.run(spec.experiment, spec.params, seed=spec.seed, device=spec.device, dtype=spec.dtype, check_stop=check)
+    except Stopped:
+        return None
+
+
+def submit(purpose: str, work: Callable[[Handle], T], *, device: str = "cpu", deadline_s: float | None = None) -> Job[T]:
+    """Start a job of this reader (a newer one replaces an older) and wait for it a moment."""
+    reader = state.reader()
+    warm_up().start()
+    job = runner.jobs.submit(reader.id, work, device=device, deadline_s=deadline_s)
+    reader.job, reader.job_purpose = job, purpose
+    job.wait(WAIT_S)
+    return job
+
+
+def active_job(purpose: str | None = None) -> Job[Any] | None:
+    """This reader's job while it waits or runs, of one purpose if given."""
+    reader = state.reader()
+    if reader.job is None or reader.job.state not in ("waiting", "running"):
+        return None
+    return reader.job if purpose in (None, reader.job_purpose) else None
+
+
+def take_finished(purpose: str) -> Job[Any] | None:
+    """The job of that purpose once it has ended, handed out one time."""
+    reader = state.reader()
+    if reader.job is None or reader.job_purpose != purpose or reader.job.state in ("waiting", "running"):
+        return None
+    job, reader.job, reader.job_purpose = reader.job, None, ""
+    return job
+
+
+def spec_of(experiment: str, params: Mapping[str, Any], *, seed: int = 0, device: str = "cpu", dtype: str = "float32") -> RunSpec:
+    """One run, as data."""
+    return RunSpec(experiment, dict(params), seed, device, dtype)

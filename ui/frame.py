@@ -1,0 +1,101 @@
+"""What every page starts with: title, language, menu, device, and one boundary for what goes wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import streamlit as st
+
+from content.schema import LANGUAGES
+from engine import devices
+from ui import engine, saved, state, text
+from ui.text import t
+
+log = logging.getLogger("attention_interview_lab")
+
+# page id: file, icon. A page is in the menu when it works.
+PAGES = {
+    "home": ("app.py", ":material/home:"),
+    "cards": ("pages/cards.py", ":material/style:"),
+    "lab": ("pages/lab.py", ":material/science:"),
+    "claims": ("pages/claims.py", ":material/fact_check:"),
+}
+ICON = Path(__file__).parent / "icon.svg"
+LANGUAGE_NAMES = {"en": "English", "zh": "中文"}
+
+
+@contextmanager
+def page(page_id: str) -> Iterator[None]:
+    """Draw the frame, then the page inside it, then start the engine's warm-up."""
+    title = t(f"page_{page_id}")  # t("page_home") t("page_cards") t("page_lab") t("page_claims")
+    st.set_page_config(
+        page_title=t("app_title") if page_id == "home" else f"{title} · {t('app_title')}",
+        page_icon=str(ICON),  # a file of our own: an icon by name is fetched from another host
+        layout="wide",
+        initial_sidebar_state="auto",
+    )
+    _sidebar(page_id)
+    try:
+        yield
+    except Exception as error:  # the one boundary: whatever a page did not foresee becomes a message, and its cause a log entry
+        log.exception("page %s failed", page_id)
+        st.error(t("page_failed", kind=type(error).__name__), icon=":material/error:")
+    engine.warm_up().start()
+
+
+def link(page_id: str, label: str, *, icon: str | None = None, **query: str) -> None:
+    """A link to another page that keeps the language."""
+    st.page_link(PAGES[page_id][0], label=label, icon=icon, query_params={**query, "lang": state.language()})
+
+
+def go(page_id: str, **query: str) -> None:
+    """Open another page, keeping the language."""
+    st.switch_page(PAGES[page_id][0], query_params={**query, "lang": state.language()})
+
+
+def _sidebar(page_id: str) -> None:
+    with st.sidebar:
+        st.markdown(f"**{t('app_title')}**")
+        st.caption(t("tagline"))
+        for entry, (_, icon) in PAGES.items():
+            link(entry, t(f"page_{entry}"), icon=icon)
+        st.space("small")
+        _language_switch()
+        # polls only until the engine is there
+        st.fragment(_device_badge, run_every=None if engine.warm_up().ready.is_set() else 1.0)()
+    saved.draw()
+
+
+def _language_switch() -> None:
+    key = "language_switch"
+    if state.value_of(key) != state.language():
+        state.set_value(key, state.language())
+    st.segmented_control(
+        "Language · 语言",
+        LANGUAGES,
+        key=key,
+        format_func=LANGUAGE_NAMES.__getitem__,
+        label_visibility="collapsed",
+        required=True,
+        on_change=lambda: state.choose_language(state.value_of(key), by_reader=True),
+    )
+
+
+def _device_badge() -> None:
+    warm_up = engine.warm_up()
+    if warm_up.failure is not None:
+        st.caption(f":material/error: {t('engine_missing', kind=type(warm_up.failure).__name__)}")
+        return
+    version = engine.torch_version()
+    if not warm_up.ready.is_set():
+        st.caption(f":material/memory: {t('engine_starting')}\n\ntorch {version}")
+        return
+    device = devices.default()
+    st.caption(f":material/memory: {device.kind.upper()} · float32 · {t('one_thread')}\n\ntorch {version}", help=device.name)
+    gpu = devices.idle_gpu()
+    if gpu:
+        st.warning(t("idle_gpu", gpu=gpu), icon=":material/info:")
+        st.code("rm -rf .venv && make app", language="bash")

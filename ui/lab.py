@@ -1,0 +1,217 @@
+"""The Lab page: any experiment with every parameter, and a sweep over one of them with bands over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from engine import devices, registry, runner
+from engine.base import NumberSpec, ParamsError, Plot
+from engine.registry import Experiment
+from engine.runner import Handle, Sweep
+from ui import bench, charts, engine, jobbar, state, text, widgets
+from ui.text import say, t
+
+SWEEP_SEEDS = 5
+
+
+def draw() -> None:
+    """Choose an experiment; its panel, its sweep, its formula and its code."""
+    names = list(registry.names())
+    key = "lab_experiment"
+    if state.value_of(key) not in names:
+        state.set_value(key, state.link_value("experiment", names) or ("softmax_saturation" if "softmax_saturation" in names else names[0]))
+    st.header(t("page_lab"), anchor=False)
+    name = st.selectbox(t("experiment"), names, key=key, format_func=lambda n: say(text.experiment(n).title), on_change=_forget_link)
+    experiment = registry.get(name)
+    words = text.experiment(name)
+    reading, working = st.columns([5, 6], gap="large")
+    with working, st.container(border=True, key="bench"):
+        setup = _setup(experiment)
+        bench.panel(setup)
+    with reading:
+        st.markdown(say(words.about))
+        st.latex(words.formula)
+        _sweep(experiment, setup)
+        _code(experiment)
+
+
+def _forget_link() -> None:
+    """Another experiment has other parameters."""
+    for name in state.link_values():
+        if name != "lang":
+            state.set_link(**{name: None})
+
+
+def _setup(experiment: Experiment) -> bench.Setup:
+    slot = f"lab/{experiment.name}"
+    defaults = experiment.Params.defaults()
+    start, refused = _from_link(experiment, defaults)
+    if refused:
+        st.warning(t("link_refused", names=", ".join(refused)), icon=":material/link_off:")
+    with st.container(horizontal=True):
+        seed = st.number_input(t("seed"), 0, 2**31 - 1, key=state.default_control(slot, "seed", _link_int("seed")), width=140)
+        device, dtype = "cpu", "float32"
+        if engine.is_ready():
+            found = {d.id: d for d in devices.available()}
+            by_link = state.link_value("device", found)
+            device_key = state.default_control(slot, "device", by_link or devices.default().id)
+            device = st.selectbox(t("device"), list(found), key=device_key, format_func=lambda i: found[i].name, width=240)
+            dtypes = [d for d in found[device].dtypes if d in ("float32", "float64")] or ["float32"]
+            dtype_key = state.default_control(slot, "dtype", state.link_value("dtype", dtypes) or "float32")
+            if state.value_of(dtype_key) not in dtypes:
+                state.set_value(dtype_key, dtypes[0])
+            dtype = st.segmented_control(t("dtype"), dtypes, key=dtype_key, required=True)
+
+    def keep_link(params: Mapping[str, Any]) -> None:
+        changed = {n: str(v) if v != defaults[n] else None for n, v in params.items()}
+        state.set_link(
+            experiment=experiment.name,
+            seed=str(seed) if seed else None,
+            device=device if device != "cpu" else None,
+            dtype=dtype if dtype != "float32" else None,
+            **changed,
+        )
+
+    return bench.Setup(
+        slot=slot,
+        experiment=experiment.name,
+        params=start,
+        controls=tuple(experiment.Params.specs()),
+        seed=int(seed),
+        device=device,
+        dtype=dtype,
+        on_params=keep_link,
+    )
+
+
+def _link_int(name: str) -> int:
+    value = state.link_value(name) or ""
+    return int(value) if value.isdecimal() and len(value) < 10 else 0
+
+
+def _from_link(experiment: Experiment, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Parameters named in the link; those that can't be taken are listed and left at their default."""
+    values, refused = dict(defaults), []
+    for name, spec in experiment.Params.specs().items():
+        raw = state.link_value(name)
+        if raw is None:
+            continue
+        try:
+            default = defaults[name]
+            value: Any = raw == "True" if isinstance(default, bool) else type(default)(raw)
+            experiment.Params.from_mapping({**defaults, name: value})
+        except (ValueError, ParamsError):
+            refused.append(name)
+        else:
+            values[name] = value
+    return values, refused
+
+
+def _code(experiment: Experiment) -> None:
+    fold = st.expander(t("code_that_runs"), icon=":material/code:", key=f"code-{experiment.name}", on_change="rerun")
+    if fold.open:
+        with fold:
+            st.code(experiment.path.read_text("utf-8"), language="python", line_numbers=True, height=480)
+
+
+# -- sweep ------------------------------------------------------------------------------------------------------------
+
+
+def _sweep(experiment: Experiment, setup: bench.Setup) -> None:
+    if experiment.trains:
+        return
+    purpose = f"sweep:{experiment.name}"
+    running = engine.active_job(purpose) is not None
+    st.subheader(t("sweep"), anchor=False)
+    st.caption(t("sweep_help"))
+    st.fragment(_sweep_panel, run_every=bench.POLL_S if running else None)(experiment, setup, purpose, running)
+
+
+def _sweep_panel(experiment: Experiment, setup: bench.Setup, purpose: str, polled: bool) -> None:
+    specs = experiment.Params.specs()
+    over_options = [n for n, s in specs.items() if isinstance(s, NumberSpec)]
+    slot = f"sweep/{experiment.name}"
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        over = st.selectbox(t("sweep_over"), over_options, key=f"{slot}.over", format_func=lambda n: text.name(n, plain=True))
+        metric = st.selectbox(t("metric"), experiment.metric_names, key=f"{slot}.metric", format_func=lambda n: text.name(n, plain=True))
+        st.button(
+            t("run_sweep"),
+            key=f"{slot}.run",
+            icon=":material/play_arrow:",
+            disabled=polled,
+            on_click=_start_sweep,
+            args=(experiment, setup, purpose, over),
+        )
+    job = engine.active_job(purpose)
+    if job is not None:
+        jobbar.draw(job)
+    finished = engine.take_finished(purpose)
+    if finished is not None:
+        if finished.state == "done":
+            state.set_value(f"{slot}:result", finished.result)
+            state.reader().messages.pop(slot, None)
+        elif finished.state == "failed":
+            state.reader().messages[slot] = text.error(finished.error)
+        else:
+            state.reader().messages[slot] = t(f"stopped_{finished.reason}", share=f"{finished.fraction:.0%}")
+    if slot in state.reader().messages:
+        st.warning(state.reader().messages[slot], icon=":material/info:")
+    result: Sweep | None = state.value_of(f"{slot}:result")
+    if result is not None:
+        _draw_sweep(experiment, result, metric, slot)
+    if (job is not None) != polled:
+        st.rerun()
+
+
+def _start_sweep(experiment: Experiment, setup: bench.Setup, purpose: str, over: str) -> None:
+    defaults = experiment.Params.defaults()
+    params = {n: v if (v := state.control_value(setup.slot, n)) is not None else setup.params[n] for n in defaults}
+    spec = experiment.Params.specs()[over]
+    values = []
+    for value in widgets.sweep_values(spec, isinstance(defaults[over], int)):
+        try:
+            experiment.Params.from_mapping(params | {over: value})
+        except ParamsError:  # a value that this setting does not allow is left out of the curve
+            continue
+        values.append(value)
+
+    def work(handle: Handle) -> Sweep:
+        return runner.sweep(
+            experiment.name,
+            params,
+            over,
+            values,
+            tuple(range(SWEEP_SEEDS)),
+            device=setup.device,
+            dtype=setup.dtype,
+            on_progress=handle.progress,
+            check_stop=handle.check_stop,
+        )
+
+    engine.submit(purpose, work, device=setup.device)
+
+
+def _draw_sweep(experiment: Experiment, result: Sweep, metric: str, slot: str) -> None:
+    spec = experiment.Params.specs()[result.over]
+    assert isinstance(spec, NumberSpec)
+    plot = Plot(
+        name="sweep",
+        table="sweep",
+        x=result.over,
+        y="mean",
+        low="low",
+        high="high",
+        x_scale="log2" if spec.log2 else "linear",
+        x_unit=spec.unit,
+        y_unit=experiment.metric(metric).unit,
+    )
+    table = result.table(metric)
+    st.caption(t("sweep_title", metric=text.with_unit(metric, experiment.metric(metric).unit), over=text.name(result.over, plain=True), seeds=len(result.seeds)))
+    charts.draw(plot, table, key=f"{slot}-chart", description=t("sweep_title", metric=metric, over=result.over, seeds=len(result.seeds)))
+    fold = st.expander(t("table_and_summary"), key=f"{slot}-rows", on_change="rerun")
+    if fold.open:
+        with fold:
+            st.dataframe(charts.as_frame(plot, table), hide_index=True)

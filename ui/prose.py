@@ -1,0 +1,73 @@
+"""Prose of a card → Markdown: measured numbers on their ground, linked to their receipts, and citations as links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from claims.bind import bind
+from claims.receipts import Receipt
+from claims.verify import Verdict
+from content.bindings import Binding
+from content.schema import Card, Claim, Text
+from ui import deck, state
+from ui.text import t
+
+HOLDS, STALE, FAILS = "green", "gray", "orange"
+_CITATION = re.compile(r"\s?\[@([a-z0-9-]+)\]")
+
+
+def measured(card: Card) -> dict[str, Verdict | Receipt]:
+    """What stands for each claim: this visit's own measurement, else the committed receipt."""
+    found: dict[str, Verdict | Receipt] = dict(deck.card_receipts(card.id).claims)
+    found.update({claim: v for claim, v in state.reader().verdicts.items() if v.card == card.id})
+    return found
+
+
+def ground(card: Card, claim: str, result: Verdict | Receipt | None) -> str:
+    """Colour behind a number: it holds, its receipt is stale, or it does not hold here."""
+    if result is None:
+        return STALE
+    if not result.holds:
+        return FAILS
+    if claim not in state.reader().verdicts and claim in deck.staleness(card.id):
+        return STALE
+    return HOLDS
+
+
+def anchor(claim: str) -> str:
+    """Where the receipt of a claim stands on the card's page: its heading is the id, and Streamlit makes that the anchor."""
+    return claim
+
+
+def markdown(card: Card, text: Text, *, only_own: bool = False) -> str:
+    """Prose in the reader's language. ``only_own``: numbers not yet measured on this visit are left blank."""
+    results = measured(card)
+    if only_own:
+        results = {claim: r for claim, r in results.items() if claim in state.reader().verdicts}
+    values: Mapping[str, float] = {claim: r.value for claim, r in results.items()}
+
+    def draw(number: str, binding: Binding) -> str:
+        result = results.get(binding.claim)
+        if result is None:
+            return f":gray-background[{t('run_first') if only_own else t('not_measured')}]"
+        return f":{ground(card, binding.claim, result)}-background[[{number}](#{anchor(binding.claim)})]"
+
+    return cited(bind(text.get(state.language()), values, state.language(), draw))
+
+
+def cited(text: str) -> str:
+    """[@key] → a link with the author's name and the year."""
+    sources = deck.deck().sources
+
+    def replace(match: re.Match[str]) -> str:
+        source = sources.get(match[1])
+        label = f"[{source.short}]({source.link})" if source else match[1]
+        return f"（{label}）" if state.language() == "zh" else f" ({label})"
+
+    return _CITATION.sub(replace, text)
+
+
+def statement(claim: Claim) -> str:
+    """What a claim says."""
+    return cited(claim.statement.get(state.language()))

@@ -1,0 +1,152 @@
+"""What belongs to one reader's visit, and the link in the address bar.
+
+The only module that touches ``st.session_state`` and ``st.query_params``.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import streamlit as st
+
+from claims.verify import Verdict
+from content.schema import LANGUAGES
+from engine.base import Result
+from engine.runner import Job
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a reader committed to before a run, and what came out."""
+
+    experiment: str
+    metric: str
+    predicted: float
+    measured: float
+
+
+@dataclass
+class Shown:
+    """What a lab panel shows now: kept, so that the chart stays while a new run goes on."""
+
+    spec: Any  # RunSpec
+    result: Result
+    where: str  # "reference" or "here"
+    seconds: float | None = None
+    spread: dict[str, float] = field(default_factory=dict)  # metric to the half-width over seeds
+    n_seeds: int = 1
+
+
+@dataclass
+class Reader:
+    """One visit. Ids and small numbers only; results live in the shared cache."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    language: str | None = None  # chosen here, by the link or by the saved choice
+    chose_language: bool = False  # pressed the switch on this visit: worth saving in the browser
+    verdicts: dict[str, Verdict] = field(default_factory=dict)  # receipts measured on this visit, by claim id
+    job: Job[Any] | None = None
+    job_purpose: str = ""  # "lab:<slot>" or "claims"
+    shown: dict[str, Shown] = field(default_factory=dict)
+    messages: dict[str, str] = field(default_factory=dict)  # what happened to the last run, by slot
+    revealed: set[str] = field(default_factory=set)  # answers that were asked for
+    refuted: set[str] = field(default_factory=set)  # mistakes whose counter-example was run
+    predictions: list[Prediction] = field(default_factory=list)
+    timer_started: float | None = None
+
+
+def reader() -> Reader:
+    """The state of this visit, made at its first use."""
+    return st.session_state.setdefault("reader", Reader())
+
+
+# -- the link ---------------------------------------------------------------------------------------------------------
+
+
+def link_value(name: str, allowed: Any = None) -> str | None:
+    """A value of the link; None when absent or, with ``allowed``, not one of those."""
+    value = st.query_params.get(name)
+    return value if value is not None and (allowed is None or value in allowed) else None
+
+
+def link_values() -> dict[str, str]:
+    """The whole link."""
+    return dict(st.query_params)
+
+
+def set_link(**values: str | None) -> None:
+    """Change the link; None removes. Writes only what differs, since each write is a message to the browser."""
+    for name, value in values.items():
+        if value is None:
+            if name in st.query_params:
+                del st.query_params[name]
+        elif st.query_params.get(name) != value:
+            st.query_params[name] = value
+
+
+# -- language ---------------------------------------------------------------------------------------------------------
+
+
+def language() -> str:
+    """Link, then this visit's choice, then the browser's locale, then English."""
+    state = reader()
+    by_link = link_value("lang", LANGUAGES)
+    if by_link:
+        state.language = by_link
+    if state.language is None:
+        return "zh" if (st.context.locale or "").lower().startswith("zh") else "en"
+    return state.language
+
+
+def language_is_open() -> bool:
+    """Whether nobody has said a language yet on this visit, so that the saved choice decides."""
+    return reader().language is None
+
+
+def choose_language(value: str, *, by_reader: bool) -> None:
+    """Set the language of this visit; a choice of the reader is put into the link and saved in the browser."""
+    state = reader()
+    state.language = value
+    if by_reader:
+        state.chose_language = True
+        set_link(lang=value)
+
+
+# -- controls ---------------------------------------------------------------------------------------------------------
+
+
+def control_key(slot: str, name: str) -> str:
+    """Key of one control of a lab panel."""
+    return f"{slot}.{name}"
+
+
+def control_value(slot: str, name: str) -> Any:
+    """What stands in a control; None before it was drawn."""
+    return st.session_state.get(control_key(slot, name))
+
+
+def set_controls(slot: str, values: Mapping[str, Any]) -> None:
+    """Fill controls; only from a callback or before they are drawn."""
+    for name, value in values.items():
+        st.session_state[control_key(slot, name)] = value
+
+
+def default_control(slot: str, name: str, value: Any) -> str:
+    """Give a control its first value and return its key."""
+    key = control_key(slot, name)
+    if st.session_state.get(key) is None:
+        st.session_state[key] = value
+    return key
+
+
+def value_of(key: str) -> Any:
+    """What a keyed widget holds; None before it was drawn."""
+    return st.session_state.get(key)
+
+
+def set_value(key: str, value: Any) -> None:
+    """Fill a keyed widget; only from a callback or before it is drawn."""
+    st.session_state[key] = value

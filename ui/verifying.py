@@ -1,0 +1,80 @@
+"""Measuring claims on the reader's device: start, show how far, take what came, also after Stop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import streamlit as st
+
+from claims.verify import Verdict, verify
+from content.schema import Claim
+from engine.runner import Handle
+from ui import engine, jobbar, state, text
+from ui.text import t
+
+PURPOSE = "claims"
+POLL_S = 0.4
+
+
+def start(claims: Iterable[tuple[str, Claim]], mistake: str | None = None) -> None:
+    """Verify claims, given with the id of their card, as one job. Made for callbacks."""
+    todo = tuple(claims)
+    if mistake:
+        state.reader().refuted.add(mistake)
+
+    def work(handle: Handle) -> tuple[Verdict, ...]:
+        done: list[Verdict] = []
+        for i, (card, claim) in enumerate(todo):
+            handle.progress(i / len(todo), tuple(done))
+            done.append(
+                verify(
+                    claim,
+                    card,
+                    on_progress=lambda fraction, i=i: handle.progress((i + fraction) / len(todo), tuple(done)),
+                    check_stop=handle.check_stop,
+                )
+            )
+        return tuple(done)
+
+    engine.submit(PURPOSE, work)
+
+
+def collect() -> None:
+    """Put what a finished verification measured into this visit's receipts; say how it went."""
+    job = engine.take_finished(PURPOSE)
+    if job is None:
+        return
+    verdicts: tuple[Verdict, ...] = (job.result if job.state == "done" else job.partial) or ()
+    state.reader().verdicts.update({v.claim: v for v in verdicts})
+    if job.state == "failed":
+        state.reader().messages[PURPOSE] = text.error(job.error)
+        return
+    state.reader().messages.pop(PURPOSE, None)
+    held = sum(v.holds for v in verdicts)
+    if job.state == "stopped":
+        st.toast(t("verify_stopped", done=len(verdicts)), icon=":material/stop:")
+    else:
+        st.toast(t("verify_done", held=held, total=len(verdicts)), icon=":material/fact_check:")
+
+
+def bar() -> None:
+    """While a verification goes on, a bar at the foot of the page; afterwards its error, if it had one."""
+    message = state.reader().messages.get(PURPOSE)
+    if message:
+        st.error(message, icon=":material/error:")
+    if engine.active_job(PURPOSE) is not None:
+        with st.bottom:
+            st.fragment(_bar, run_every=POLL_S)()
+
+
+def _bar() -> None:
+    job = engine.active_job(PURPOSE)
+    if job is None:
+        st.rerun()
+    else:
+        jobbar.draw(job, t("verifying"))
+
+
+def busy() -> bool:
+    """Whether this reader's claims are being measured now."""
+    return engine.active_job(PURPOSE) is not None

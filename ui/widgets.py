@@ -1,0 +1,77 @@
+"""Params → controls: one control a field, made from its declaration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import streamlit as st
+
+from engine.base import ChoiceSpec, FlagSpec, NumberSpec
+from engine.registry import Experiment
+from ui import state, text
+
+MOST_SEGMENTS = 4  # more choices than this go into a list
+
+
+def params_controls(experiment: Experiment, names: Iterable[str], start: Mapping[str, Any], slot: str) -> dict[str, Any]:
+    """Draw controls for ``names`` and return all parameters: those not drawn keep ``start``.
+
+    Sizes first, in two columns, then the rules, as one thinks.
+    """
+    specs, values = experiment.Params.specs(), dict(start)
+    shown = [n for n in names if n in specs]
+    sizes = [n for n in shown if isinstance(specs[n], NumberSpec)]
+    with st.container(key=f"controls-{slot}", gap="small"):
+        for row in range(0, len(sizes), 2):
+            for column, field in zip(st.columns(2), sizes[row : row + 2], strict=False):
+                with column:
+                    values[field] = _number(slot, field, specs[field], start[field])
+        for field in shown:
+            spec = specs[field]
+            if isinstance(spec, ChoiceSpec):
+                values[field] = _choice(slot, field, spec, start[field])
+            elif isinstance(spec, FlagSpec):
+                key = state.default_control(slot, field, start[field])
+                values[field] = st.toggle(text.name(field), key=key, help=text.help_of(field))
+    return values
+
+
+def _number(slot: str, field: str, spec: NumberSpec, start: float) -> float:
+    whole = isinstance(start, int)
+    key = state.default_control(slot, field, start)
+    label, help_text = text.with_unit(field, spec.unit, plain=False), text.help_of(field)
+    if spec.log2:
+        current = state.value_of(key)
+        options = _powers_of_two(spec, whole, {start, current})
+        return st.select_slider(label, options, key=key, help=help_text, format_func=lambda v: f"{v:,}" if whole else f"{v:g}")
+    if whole:
+        return st.slider(label, int(spec.low), int(spec.high), key=key, step=int(spec.step or 1), help=help_text)
+    if spec.step:
+        return st.slider(label, float(spec.low), float(spec.high), key=key, step=float(spec.step), help=help_text)
+    return st.number_input(label, float(spec.low), float(spec.high), key=key, format="%g", help=help_text)
+
+
+def _powers_of_two(spec: NumberSpec, whole: bool, also: set[Any]) -> list[Any]:
+    low, high = math.ceil(math.log2(spec.low)) if spec.low > 0 else 0, math.floor(math.log2(spec.high))
+    powers = {int(2**e) if whole else float(2**e) for e in range(low, high + 1)}
+    return sorted(powers | {v for v in also if v is not None})
+
+
+def _choice(slot: str, field: str, spec: ChoiceSpec, start: str) -> str:
+    key = state.default_control(slot, field, start)
+    label, help_text = text.name(field), text.help_of(field)
+    if len(spec.values) <= MOST_SEGMENTS:
+        return st.segmented_control(label, spec.values, key=key, format_func=text.choice, help=help_text, required=True)
+    return st.selectbox(label, spec.values, key=key, format_func=lambda v: text.choice(v, plain=True), help=help_text)
+
+
+def sweep_values(spec: NumberSpec, whole: bool, most: int = 9) -> list[Any]:
+    """At most ``most`` values over the range of a parameter: powers of two where the control moves by them."""
+    if spec.log2:
+        values = _powers_of_two(spec, whole, set())
+        step = math.ceil(len(values) / most)
+        return values[::step]
+    values = [spec.low + (spec.high - spec.low) * i / (most - 1) for i in range(most)]
+    return sorted({round(v) for v in values}) if whole else values

@@ -16,6 +16,7 @@ if __package__ in (None, ""):
 from content.checks import check_deck
 from content.loader import HOME, ContentError, Problem, load_deck
 from tools.check_engine import check_deck_engine, defaults
+from tools.check_receipts import check_receipts
 from tools.check_strings import check_strings
 from tools.cloze import check_cloze
 
@@ -27,18 +28,13 @@ def check(folder: Path = HOME, *, code: bool = False) -> list[Problem]:
     except ContentError as error:
         return list(error.problems)
     problems = check_deck(deck, defaults()) + check_deck_engine(deck)
-    if deck.documents["strings"].file == load_strings_file(folder):
+    if (folder / "strings.yaml").exists():  # else the words are the project's, and checked with it
         problems += check_strings(deck)
+    if folder.resolve() == HOME:
+        problems += check_receipts(deck)
     if code:
         problems += check_cloze(deck)
     return sorted(set(problems))
-
-
-def load_strings_file(folder: Path) -> str:
-    """How messages name the folder's own strings.yaml."""
-    from content.loader import display
-
-    return display(folder / "strings.yaml")
 
 
 def main(arguments: list[str] | None = None) -> int:

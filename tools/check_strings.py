@@ -39,11 +39,11 @@ def check_strings(deck: Deck) -> list[Problem]:
 
 def _names(page: Page, strings: Strings) -> Iterator[Problem]:
     experiments = [registry.get(name) for name in registry.names()]
-    constants = {c for e in experiments for c in _constants(e.path)}
+    modules = sorted((PROJECT / "engine").rglob("*.py"))  # what experiments share may name columns, choices and rules too
+    constants = {c for path in modules for c in _constants(path)}
     wanted: dict[str, list[tuple[str, File, str]]] = {section: [] for section in ("names", "choices", "rules", "units", "experiments")}
     for e in experiments:
         wanted["experiments"].append((e.name, e.path, "experiment"))
-        wanted["rules"] += [(rule, e.path, "rule") for rule in _rules(e.path)]
         wanted["names"] += [(m.name, e.path, "metric") for m in e.metrics]
         wanted["units"] += [(m.unit, e.path, "unit") for m in e.metrics]
         for name, spec in e.Params.specs().items():
@@ -56,6 +56,7 @@ def _names(page: Page, strings: Strings) -> Iterator[Problem]:
             columns = (plot.x, plot.y, plot.by, plot.facet, plot.low, plot.high, plot.theory)
             wanted["names"] += [(c, e.path, "column") for c in columns if c]
             wanted["units"] += [(plot.x_unit, e.path, "unit"), (plot.y_unit, e.path, "unit")]
+    wanted["rules"] = [(rule, path, "rule") for path in modules for rule in _rules(path)]
     for section, uses in wanted.items():
         have: dict[str, object] = getattr(strings, section)
         said = set()

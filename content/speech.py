@@ -59,5 +59,3 @@ def _stands_in(phrase: str, said: str) -> bool:
 def makes(text: str, point: KeyPoint, language: str) -> bool:
     """Whether a text makes a key point, and does not take it back."""
     return says(text, point.says.get(language)) and not (point.not_says and says(text, point.not_says.get(language)))
-
-

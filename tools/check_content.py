@@ -1,7 +1,7 @@
 """Check the deck, or another folder of the same shape: ``python tools/check_content.py [FOLDER]``.
 
-Everything that is wrong comes out at once, as ``file:line:column: where: message``, in the order of the files. A warning
-does not fail; any error does (exit 1).
+Everything that is wrong comes out at once, as ``file:line:column: where: message``, in the order of the files. A
+warning does not fail; any error does (exit 1).
 """
 
 from __future__ import annotations
@@ -40,8 +40,12 @@ def check(folder: Path = HOME, *, code: bool = False) -> list[Problem]:
 def main(arguments: list[str] | None = None) -> int:
     """Print the problems; 1 when one of them is an error."""
     parser = argparse.ArgumentParser(description="Check cards, strings, glossary, sources, topics and tracks.")
-    parser.add_argument("folder", nargs="?", type=Path, default=HOME, help="a folder with cards/<topic>/<id>.yaml (default: the deck)")
-    parser.add_argument("--code", action="store_true", help="also run the code of the cloze items: right options pass, wrong ones fail")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=HOME, help="a folder with cards/<topic>/<id>.yaml (default: the deck)"
+    )
+    parser.add_argument(
+        "--code", action="store_true", help="also run the code of the cloze items: right options pass, wrong ones fail"
+    )
     options = parser.parse_args(arguments)
     problems = check(options.folder, code=options.code)
     for problem in problems:

@@ -155,7 +155,7 @@ def format_number(value: float, spec: str = "", language: str = "en") -> str:
     """
     if math.isnan(value):
         return "无定义" if language == "zh" else "undefined"
-    if math.isinf(value):
+    if math.isinf(value) or (spec.endswith("%") and math.isinf(100 * value)):
         return "∞" if value > 0 else "-∞"
     if spec == "bytes":
         return _bytes(value, language)

@@ -87,8 +87,10 @@ def _to_write(page: Page, path: Path, data: Any) -> None:
     elif isinstance(data, list):
         for n, value in enumerate(data):
             _to_write(page, (*path, n), value)
-    elif isinstance(data, str) and (data in (TO_NAME, TO_LINK) or TO_WRITE in data):
-        page.error(path, f"still to be written: {data.replace(TO_WRITE, '').strip(' :') or path[-1]}", offset=max(0, data.find(TO_WRITE)))
+    elif data in (TO_NAME, TO_LINK):
+        page.error(path, f"still to be written: {next(part for part in reversed(path) if isinstance(part, str))}")
+    elif isinstance(data, str) and TO_WRITE in data:
+        page.error(path, f"still to be written: {data.replace(TO_WRITE, '').strip()}", offset=data.find(TO_WRITE))
 
 
 def _unwritten(value: str | None) -> bool:
@@ -185,7 +187,7 @@ def _counts(page: Page, card: Card) -> None:
     for name in ("key_points", "labs", "mistakes", "follow_ups", "quiz"):
         ids = [part.id for part in getattr(card, name)]
         for n, part_id in enumerate(ids):
-            if part_id in ids[:n]:
+            if part_id in ids[:n] and part_id != TO_LINK:
                 page.error((name, n, "id"), f"got {part_id!r} a second time; ids of {name} are unique on a card")
     for language in LANGUAGES:
         text = card.short_answer.get(language)
@@ -237,7 +239,7 @@ def _points(page: Page, card: Card) -> None:
         for language in LANGUAGES:
             path: Path = ("key_points", n, "says", language)
             for i, group in enumerate(point.says.get(language)):
-                if len({speech.heard(p) for p in group}) < len(group):
+                if len(set(group)) < len(group):
                     page.error((*path, i), "the same phrase twice")
                 if any(not speech.heard(p) for p in group):
                     page.error((*path, i), "a phrase of punctuation only is in every text")

@@ -134,7 +134,7 @@ def display(path: Path) -> str:
     """A path as messages show it: from the project's root where it lies inside."""
     try:
         return path.resolve().relative_to(PROJECT).as_posix()
-    except (ValueError, OSError):
+    except (ValueError, OSError, RuntimeError):  # outside the project, or a loop of links
         return path.as_posix()
 
 

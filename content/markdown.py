@@ -120,7 +120,10 @@ def _emphasis(text: str) -> Iterator[Fault]:
     """Bold and italics that CommonMark would print with their asterisks: each run opens or closes by its neighbours."""
     plain = outside(text)
     opened: dict[str, int] = {}
-    for m in re.finditer(r"(?<![\\*])\*{1,3}(?!\*)", plain):
+    for m in re.finditer(r"(?<![\\*])\*+", plain):
+        if len(m[0]) > 3:
+            yield Fault(m.start(), f"{m[0]} is printed; emphasis has one to three asterisks on each side")
+            continue
         before, after = text[m.start() - 1 : m.start()] or "\n", text[m.end() : m.end() + 1] or "\n"
         line = plain[plain.rfind("\n", 0, m.start()) + 1 : m.start()]
         if m[0] == "*" and ((not line.strip() and after == " ") or (before.isspace() and after.isspace())):

@@ -51,6 +51,7 @@ _SHARE = re.compile(r"\s*(?:%|percent\b|per cent\b|个百分点)")
 _PRODUCT = rf"(?!\s*(?:[\d(]|{BLANK}))"  # not the sign of a product: 32 × 4096, 2 times $1/\sqrt{d_k}$
 _TIMES = re.compile(rf"\s*(?:times\b{_PRODUCT}|[x×](?![A-Za-z]){_PRODUCT}|[-‑ ]?fold\b|多?倍|(?P<orders>个数量级|orders? of magnitude\b))")
 _FORMATS = re.compile(r"[-‑ ]?bits?\b|\s?位(?![置数移])")
+_QUANTILE = re.compile(r"\s?(?:分位|百分位)")
 _ABOUT = re.compile(r"(?:about|around|roughly|some|nearly|almost|approximately|约|大约|左右|近|接近)\s*(?:a\s+)?$", re.IGNORECASE)
 _PLACE = re.compile(
     r"(?:(?:sections?|§+|tables?|figures?|fig\.|footnotes?|eqs?\.|equations?|chapters?|appendix|steps?|versions?|layers?|theorem|definition|algorithm|lecture|page)\s?"
@@ -60,12 +61,12 @@ _PLACE = re.compile(
 )
 _YEAR = re.compile(r"(?:\b(?:in|since|from|until|of|by)\s|et al\.,?\s|[(（])$", re.IGNORECASE)
 _IN_WORDS = (
-    (re.compile(rf"\b({EN_NUMBER})(?:[- ]fold\b| times\b{_PRODUCT}| orders? of magnitude\b)", re.IGNORECASE), "times"),
+    (re.compile(rf"\b({EN_NUMBER})(?:[- ]?fold\b| times\b{_PRODUCT}| orders? of magnitude\b)", re.IGNORECASE), "times"),
     (re.compile(r"\b(twice|thrice)\b(?= (?:as|the|that|what)\b)", re.IGNORECASE), "times"),
     (re.compile(rf"({HAN_NUMBER})\s?(?:多?倍|个数量级)"), "times"),
     (re.compile(rf"\b(?:(an?|{EN_NUMBER}|\d+)[- ])({'|'.join(_PARTS)})(?:s\b|\b(?= (?:of|the|as)\b))", re.IGNORECASE), "parts"),
     (re.compile(r"\b(half)\b(?= (?:of|the|as)\b)", re.IGNORECASE), "half"),
-    (re.compile(rf"({HAN_NUMBER}|\d+)\s?分之\s?({HAN_NUMBER}|\d+(?:\.\d+)?)"), "分之"),
+    (re.compile(rf"(?<![前后末])({HAN_NUMBER}|\d+)\s?分之\s?({HAN_NUMBER}|\d+(?:\.\d+)?)"), "分之"),
     (re.compile(r"一半"), "half"),
     (re.compile(r"(?<![完构组变造做作当成])([一二三四五六七八九])成(?=[的以左上多，。、；）]|$)"), "成"),
     (re.compile(rf"\b({EN_NUMBER}) ?(?:percent|per cent|%)", re.IGNORECASE), "percent"),
@@ -94,7 +95,7 @@ def numbers(text: str, language: str, *, counts: bool = False) -> Iterator[Numbe
             yield from _in_formula(span.tex, span.start + span.text.index(span.tex))
     if counts:
         for m in _COUNTS.finditer(plain):
-            if not any(a < m.end() and m.start() < b for a, b in taken):
+            if _word(m[0]) > 2 and not any(a < m.end() and m.start() < b for a, b in taken):
                 yield Number(_word(m[0]), "plain", m.start(), m[0])
 
 
@@ -142,6 +143,8 @@ def _digits(m: re.Match[str], plain: str) -> Number | None:
     if re.match(r"\.\d", after) or _PLACE.search(before):
         return None
     if re.fullmatch(r"(?:19|20)\d\d", digits) and (after.lstrip().startswith("年") or _YEAR.search(before)):
+        return None
+    if _QUANTILE.match(after):
         return None
     if value in (1, 2, 4, 8, 16, 32, 64) and _FORMATS.match(after):
         return None

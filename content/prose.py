@@ -17,7 +17,7 @@ from content.strict_yaml import Document
 TO_WRITE = "TODO"  # new_card.py puts it where an author has to write
 
 _MORE_TIMES = re.compile(
-    rf"(?:(?<![最至])[多高大快长]|增加|增长|增大|提高|提升|上升)(?:了|出)?\s*(?:约|大约)?\s*(?:\d[\d.,]*|{numbers.HAN_NUMBER}|{BLANK}+)\s*倍"
+    rf"(?:(?<![最至放扩])[多高大快长]|增加|增长|增大|提高|提升|上升)(?:了|出)?\s*(?:约|大约)?\s*(?:\d[\d.,]*|{numbers.HAN_NUMBER}|{BLANK}+)\s*倍"
 )
 _TIMES_MORE = re.compile(rf"(?:\d[\d.,]*|{numbers.EN_NUMBER}|{BLANK}+)\s+times\s+(?:more|larger|greater|higher|bigger)\b", re.IGNORECASE)
 
@@ -52,8 +52,8 @@ def check_card_texts(page: Page, card: Card, defaults: Mapping[str, Mapping[str,
     """Every text of a card."""
     free = numbers.scene(_scene(card, defaults))
     for path, text in texts(card):
-        if TO_WRITE in text.en or TO_WRITE in text.zh:
-            continue  # reported by itself
+        if TO_WRITE in text.en or TO_WRITE in text.zh or role(path) == "code":
+            continue  # what is still to be written is reported by itself; code is run
         check_text(page, path, text)
         _check_pieces(page, card, path, text)
         for language in LANGUAGES:
@@ -64,16 +64,18 @@ def check_card_texts(page: Page, card: Card, defaults: Mapping[str, Mapping[str,
                 _check_times_more(page, side, text.en)
             if role(path) == "statement":
                 _check_statement(page, side, text.get(language), language, card.claims[int(path[1])], defaults)
-            elif role(path) != "exempt":
+            elif role(path) in ("prose", "question"):
                 _check_numbers(page, side, text.get(language), language, free, question=role(path) == "question")
 
 
 def role(path: Path) -> str:
-    """How the numbers of a text are judged: "statement", "exempt", "question" (a hypothesis is no result) or "prose"."""
+    """How the numbers of a text are judged: "statement", "exempt", "code", "question" (a hypothesis is no result) or "prose"."""
     names = [p for p in path if isinstance(p, str)]
     if names[0] == "claims":
         return "statement"
-    if names in (["mistakes", "wrong"], ["quiz", "options", "text"], ["quiz", "holes", "text"]) or names[0] == "changes":
+    if names == ["quiz", "holes", "text"]:
+        return "code"
+    if names in (["mistakes", "wrong"], ["quiz", "options", "text"]) or names[0] == "changes":
         return "exempt"
     return "question" if names[-1] in ("question", "prompt") else "prose"
 
@@ -94,7 +96,6 @@ def _check_pieces(page: Page, card: Card, path: Path, text: Text) -> None:
     claims = {c.id for c in card.claims}
     cited = {s.key for s in card.sources}
     holes = _holes(card, path)
-    names = [p for p in path if isinstance(p, str)]
     found: dict[str, Counter[str]] = {}
     shown: dict[str, Counter[str]] = {}
     for language in LANGUAGES:
@@ -103,7 +104,7 @@ def _check_pieces(page: Page, card: Card, path: Path, text: Text) -> None:
             if isinstance(piece, Fault):
                 page.error(side, piece.message, offset=piece.offset)
             elif isinstance(piece, Binding):
-                if names in (["claims", "statement"], ["mistakes", "wrong"]) or "options" in names or names[:2] == ["quiz", "holes"]:
+                if role(path) in ("statement", "exempt"):
                     page.error(side, f"{piece.source}: no measured value stands in a statement, a wrong sentence or an option; write the number", offset=piece.offset)
                 elif piece.claim not in claims:
                     page.error(side, f"{piece.source}: no such claim on this card; it has {choices(piece.claim, sorted(claims))}", offset=piece.offset)

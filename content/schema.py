@@ -600,13 +600,6 @@ class ExperimentText(Model):
     summary: Text  # one sentence filled with metrics: {weight_max_mean:.2f}
 
 
-class Words(Text):
-    """A Text that may be empty: pure numbers have no unit."""
-
-    en: str
-    zh: str
-
-
 class Strings(Model):
     """strings.yaml: every word of the interface, and of the engine's names, in both languages."""
 
@@ -614,5 +607,5 @@ class Strings(Model):
     names: dict[Name, NameText]
     choices: dict[Name, NameText]
     rules: dict[Name, Text]
-    units: dict[str, Words]
+    units: dict[str, Text]  # "1", of pure numbers, has no words
     experiments: dict[Name, ExperimentText]

@@ -40,7 +40,7 @@ def spoken_seconds(text: str, language: str) -> float:
 def heard(text: str) -> str:
     """A text as phrases are looked for in it: small letters, no marks of Markdown or TeX, no spaces next to Han."""
     text = _CITATION.sub(" ", text).lower().replace("’", "'")
-    text = re.sub(r"[$*`\\{}]+", "", text)
+    text = re.sub(r"\\([a-z]+)|[{}]", r" \1 ", re.sub(r"[$*`]+", "", text))
     text = re.sub(r"[\s\-‑–]+", " ", text)
     return re.sub(rf"(?<=[{HAN}]) | (?=[{HAN}])", "", text).strip()
 
@@ -48,7 +48,12 @@ def heard(text: str) -> str:
 def says(text: str, groups: Phrases) -> bool:
     """Whether each group has a phrase in the text. A Latin phrase begins where a word begins; it may be a stem."""
     said = heard(text)
-    return all(any(re.search(r"(?<![a-z0-9])" + re.escape(heard(phrase)), said) for phrase in group) for group in groups)
+    return all(any(_stands_in(heard(phrase), said) for phrase in group) for group in groups)
+
+
+def _stands_in(phrase: str, said: str) -> bool:
+    begins = r"(?<![a-z0-9])" if re.match("[a-z0-9]", phrase) else ""
+    return bool(phrase) and bool(re.search(begins + re.escape(phrase), said))
 
 
 def makes(text: str, point: KeyPoint, language: str) -> bool:

@@ -28,6 +28,7 @@ FLOAT = re.compile(r"[-+]?(?:[0-9]{1,40}\.[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][-+]?
 INVISIBLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb]")
 HEADING = re.compile(r"^ {0,3}#{1,6}(?: |$)", re.MULTILINE)
 FENCE = re.compile(r"^\s*(```|~~~)")
+_BLOCK = re.compile(r"\s*(?:[-*+]\s|>|#|\d+[.)]\s)")  # begins a list item, a quotation or a heading: never joined to what is before
 HAN = r"\u2e80-\u2fdf\u3005-\u3007\u31c0-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 POINT = r"\u3001-\u3003\u3008-\u301b\u30fb\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65"  # full-width punctuation
 _EITHER = r"\u2014\u2018\u2019\u201c\u201d\u2026"  # quotes, dash, ellipsis: of both languages
@@ -134,7 +135,7 @@ def join_wrapped(text: str) -> tuple[str, list[int]]:
         fenced ^= fence
     joined, starts = lines[0], [0]
     for n, line in enumerate(lines[1:], 1):
-        if not kept[n] and not kept[n - 1] and _JOINS.search(f"{lines[n - 1][-1:]}\n{line}"):
+        if not kept[n] and not kept[n - 1] and not _BLOCK.match(line) and _JOINS.search(f"{lines[n - 1][-1:]}\n{line}"):
             starts.append(len(joined))
             joined += line.lstrip(" ")
         else:
@@ -279,6 +280,8 @@ class _Builder:
             raw = self.text[event.start_mark.index + 1 : event.end_mark.index - 1].replace("''", "'")
             value = "\n".join(part.strip() for part in raw.split("\n"))
         value, starts = join_wrapped(value.rstrip())
+        if not value:
+            return value
         columns = [self.column(line + n, value, start, event) for n, start in enumerate(starts)]
         self.prose[path] = _Prose(line, tuple(starts), tuple(columns))
         if event.style == "|" and (found := self.heading(value)) is not None:
@@ -290,10 +293,10 @@ class _Builder:
 
     def column(self, line: int, value: str, start: int, event: Any) -> int:
         """Column of the first character of a text's line."""
+        source = self.lines[line - 1] if line <= len(self.lines) else ""
         if event.style != "|":
             first = line == event.start_mark.line + 1
-            return event.start_mark.column + 1 + bool(event.style) if first else 1
-        source = self.lines[line - 1] if line <= len(self.lines) else ""
+            return event.start_mark.column + 1 + bool(event.style) if first else len(source) - len(source.lstrip()) + 1
         return max(1, source.find(value[start : start + 20].split("\n")[0]) + 1)
 
     @staticmethod

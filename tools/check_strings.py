@@ -17,7 +17,7 @@ from engine import registry
 from engine.base import ChoiceSpec, NumberSpec
 from engine.registry import Experiment
 
-UNITS = ("1", "nats", "bytes", "s", "flop", "%")  # of engine.base.Metric
+UNITS = ("nats", "bytes", "s", "flop", "%")  # of engine.base.Metric; "1", of pure numbers, has no words
 INTERFACE = ("app.py", "pages", "ui", "study", "export")
 _CALL = re.compile(r"""\bt\(\s*(["'])([A-Za-z][A-Za-z0-9_]*)\1\s*[,)]""")  # in code, in f-strings, and in a comment beside a computed key
 
@@ -60,7 +60,7 @@ def _names(page: Page, strings: Strings) -> Iterator[Problem]:
         have: dict[str, object] = getattr(strings, section)
         said = set()
         for name, path, what in uses:
-            if name not in have and (name, path) not in said:
+            if name not in have and name != "1" and (name, path) not in said:
                 said.add((name, path))
                 yield Problem(display(path), 1, 1, what, f"{name!r} has no words; add it to {section} in strings.yaml")
         # a table's column or a series' value that no plot names is a string in the module

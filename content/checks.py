@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from content import expressions, speech
-from content.bindings import Hole, citations, scan
+from content.bindings import Hole, bindings, citations, scan
 from content.loader import Deck
 from content.problems import Path, Problem, choices
-from content.prose import TO_WRITE, Page, check_card_texts, check_text
+from content.prose import TO_WRITE, Page, check_card_texts, check_loose_texts, check_text
 from content.schema import LANGUAGES, Card, Cloze, Item, Numeric, Predict, Scalar, Shape, draws, texts
 from content.speech import spoken_seconds
 
@@ -39,6 +39,10 @@ def check_deck(deck: Deck, defaults: Defaults | None = None) -> list[Problem]:
     for card_id, card in deck.cards.items():
         page = Page(deck.documents[card_id])
         check_card(page, card, deck, known, defaults or {})
+        problems += page.problems
+    for name, claims in deck.loose.items():
+        page = Page(deck.documents[f"claims/{name}"])
+        check_loose_texts(page, claims, defaults or {})
         problems += page.problems
     problems += _across(deck)
     problems += _beside(deck, known)
@@ -63,6 +67,8 @@ def check_card(page: Page, card: Card, deck: Deck, known: set[str], defaults: De
     _spoken(page, card)
     for n, item in enumerate(card.quiz):
         _item(page, ("quiz", n), item, card)
+        if isinstance(item, Numeric) and item.unit != "1":
+            _known(page, ("quiz", n, "unit"), item.unit, deck.strings.units, "units in strings.yaml has")
     check_card_texts(page, card, defaults)
 
 
@@ -218,7 +224,7 @@ def _counts(page: Page, card: Card) -> None:
 
 def _claims(page: Page, card: Card) -> None:
     used = {claim for _, claim in _claim_references(card)}
-    said = " ".join(text.en for _, text in texts(card))
+    used |= {binding.claim for _, text in texts(card) for binding in bindings(text.en)}
     runs: dict[str, int] = {}
     statements: dict[str, int] = {}
     for n, claim in enumerate(card.claims):
@@ -247,7 +253,7 @@ def _claims(page: Page, card: Card) -> None:
             page.error((*path, "expect"), f"got {claim.expect.kind}; a wall-clock time is only bounded on one side")
         if claim.replaces == claim.id:
             page.error((*path, "replaces"), "a claim does not replace itself; the correction has an id of its own")
-        if claim.id not in used and f"{{{{{claim.id}" not in said.replace("{{ ", "{{"):
+        if claim.id not in used:
             page.warn((*path, "id"), "no step, mistake, follow-up, item or text of the card uses this claim")
 
 
@@ -305,10 +311,7 @@ def _steps(page: Page, card: Card) -> None:
 
 def _spoken(page: Page, card: Card) -> None:
     for language in LANGUAGES:
-        try:
-            length = speech.spoken_units(card.spoken.get(language), language)
-        except ValueError:
-            continue  # its braces are reported already
+        length = speech.spoken_units(card.spoken.get(language), language)
         limit, unit = speech.LIMIT[language], "words" if language == "en" else "units"
         if length > limit:
             report = page.error if length > speech.TOLERANCE * limit else page.warn

@@ -81,9 +81,8 @@ def load_deck(folder: str | os.PathLike[str] = HOME) -> Deck:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ContentError(
-            [Problem(display(folder), 1, 1, "", "no such folder; wanted one with cards/<topic>/<id>.yaml in it")]
-        )
+        got = "got a file" if folder.exists() else "no such folder"
+        raise ContentError([Problem(display(folder), 1, 1, "", f"{got}; wanted a folder with cards/<topic>/<id>.yaml")])
     cards: dict[str, Card] = {}
     loose: dict[str, tuple[Claim, ...]] = {}
     broken: list[BrokenFile] = []

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from content import markdown, numbers
@@ -73,6 +72,15 @@ def check_card_texts(page: Page, card: Card, defaults: Mapping[str, Mapping[str,
                 _check_numbers(page, side, text.get(language), language, free, question=role(path) == "question")
 
 
+def check_loose_texts(page: Page, claims: Sequence[Claim], defaults: Mapping[str, Mapping[str, Scalar]]) -> None:
+    """The statements of claims that have no card yet."""
+    for n, claim in enumerate(claims):
+        path = ("claims", n, "statement")
+        check_text(page, path, claim.statement)
+        for language in LANGUAGES:
+            _check_statement(page, (*path, language), claim.statement.get(language), language, claim, defaults)
+
+
 def role(path: Path) -> str:
     """How the numbers of a text are judged: "statement", "exempt", "code", "question" (it may suppose), "prose"."""
     names = [p for p in path if isinstance(p, str)]
@@ -98,58 +106,44 @@ def _listed(found: Iterable[str]) -> str:
 
 
 def _check_pieces(page: Page, card: Card, path: Path, text: Text) -> None:
-    claims = {c.id for c in card.claims}
-    cited = {s.key for s in card.sources}
-    holes = _holes(card, path)
-    found: dict[str, Counter[str]] = {}
-    shown: dict[str, Counter[str]] = {}
+    cited = [s.key for s in card.sources]
+    named: dict[str, set[str]] = {}  # claims and holes of each language
+    written: dict[str, set[str]] = {}  # how its measured values are written
     for language in LANGUAGES:
-        side = (*path, language)
-        for piece in scan(text.get(language)):
-            if isinstance(piece, Fault):
-                page.error(side, piece.message, offset=piece.offset)
-            elif isinstance(piece, Binding):
-                if role(path) in ("statement", "exempt"):
-                    page.error(
-                        side,
-                        f"{piece.source}: no measured value stands in a statement, a wrong sentence or an option; "
-                        "write the number",
-                        offset=piece.offset,
-                    )
-                elif piece.claim not in claims:
-                    page.error(
-                        side,
-                        f"{piece.source}: no such claim on this card; it has {choices(piece.claim, sorted(claims))}",
-                        offset=piece.offset,
-                    )
-            elif isinstance(piece, Hole) and piece.name not in holes:
-                what = (
-                    f"this item varies {choices(piece.name, sorted(holes))}"
-                    if holes
-                    else "only prompts of numeric, shape and count items have holes"
-                )
-                page.error(side, f"{piece.source}: {what}; a claim's id has a hyphen", offset=piece.offset)
-        pieces = list(scan(text.get(language)))
-        found[language] = Counter(
-            p.claim if isinstance(p, Binding) else p.name for p in pieces if isinstance(p, (Binding, Hole))
-        )
-        shown[language] = Counter(p.source.replace(" ", "") for p in pieces if isinstance(p, Binding))
-        for key, at in citations(text.get(language)):
+        side, pieces = (*path, language), list(scan(text.get(language)))
+        for piece in pieces:
+            if isinstance(piece, (Fault, Binding, Hole)) and (message := _piece_message(card, path, piece)):
+                page.error(side, message, offset=piece.offset)
+        for key, offset in citations(text.get(language)):
             if key not in cited:
-                page.error(
-                    side, f"[@{key}]: not among the card's sources; it has {choices(key, sorted(cited))}", offset=at
-                )
-    for missing, language in (
-        (found["en"].keys() - found["zh"].keys(), "zh"),
-        (found["zh"].keys() - found["en"].keys(), "en"),
-    ):
-        for name in sorted(missing):
-            page.error(
-                (*path, language), f"{{{{{name}}}}} stands in the other language and not here; both say the same"
-            )
-    if found["en"].keys() == found["zh"].keys() and shown["en"].keys() != shown["zh"].keys():
-        other = sorted(shown["en"].keys() ^ shown["zh"].keys())
+                page.error(side, f"[@{key}]: not among the card's sources; it has {choices(key, cited)}", offset=offset)
+        bound = [p for p in pieces if isinstance(p, Binding)]
+        named[language] = {b.claim for b in bound} | {p.name for p in pieces if isinstance(p, Hole)}
+        written[language] = {b.source.replace(" ", "") for b in bound}
+    for here, there in (("zh", "en"), ("en", "zh")):
+        for name in sorted(named[there] - named[here]):
+            page.error((*path, here), f"{{{{{name}}}}} stands in the other language and not here; both say the same")
+    if named["en"] == named["zh"] and (other := sorted(written["en"] ^ written["zh"])):
         page.warn(path, f"the languages write a measured value in different ways: {', '.join(other)}")
+
+
+def _piece_message(card: Card, path: Path, piece: Fault | Binding | Hole) -> str | None:
+    """What is wrong with one pair of braces at its place, if anything."""
+    if isinstance(piece, Fault):
+        return piece.message
+    if isinstance(piece, Hole):
+        holes = _holes(card, path)
+        if piece.name in holes:
+            return None
+        if holes:
+            return f"{piece.source}: this item varies {choices(piece.name, sorted(holes))}; a claim's id has a hyphen"
+        return f"{piece.source}: only prompts of numeric, shape and count items have holes; a claim's id has a hyphen"
+    if role(path) in ("statement", "exempt"):
+        return f"{piece.source}: no measured value in a statement, a wrong sentence or an option; write the number"
+    claims = [c.id for c in card.claims]
+    if piece.claim not in claims:
+        return f"{piece.source}: no such claim on this card; it has {choices(piece.claim, claims)}"
+    return None
 
 
 def _holes(card: Card, path: Path) -> Collection[str]:
@@ -219,8 +213,6 @@ def _check_statement(
             *defaults.get(claim.experiment, {}).values(),
             *claim.params.values(),
             *(claim.versus or {}).values(),
-            *(claim.fails_when or {}).values(),
-            len(claim.seeds),
         ]
     )
     for n in numbers.numbers(text, language, counts=True):

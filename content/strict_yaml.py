@@ -1,8 +1,8 @@
 """YAML as far as it is allowed here, read in one pass: plain data, and where each piece of it stands.
 
-YAML has ways to say something else than one sees. They are refused, each with its mend: anchors, aliases, tags; a
-key twice; ``yes``, dates and ``12:30`` that turn into something else (here they stay text); a backslash in double quotes
-(``"\\frac"`` is a form feed and ``rac``); prose in scalars that a comma or a colon would cut; control characters.
+YAML has ways to say something else than one sees. They are refused, each with its mend: anchors, aliases and tags; a
+key twice; a backslash in double quotes (``"\\frac"`` is a form feed and ``rac``); prose in scalars that a comma or a colon
+would cut; control characters. ``yes``, dates and ``12:30``, which elsewhere turn into something else, stay text.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ POINT = (
 )
 _EITHER = r"\u2014\u2018\u2019\u201c\u201d\u2026"  # quotes, dash, ellipsis: of both languages
 _JOINS = re.compile(
-    rf"(?<=[{POINT}])\n *(?=\S)|(?<=\S)\n *(?=[{POINT}])|(?<=[{HAN}])\n *(?=[{HAN}{_EITHER}])|(?<=[{_EITHER}])\n "
-    rf"*(?=[{HAN}])"
+    rf"(?<=[{POINT}])\n *(?=\S)|(?<=\S)\n *(?=[{POINT}])"
+    rf"|(?<=[{HAN}])\n *(?=[{HAN}{_EITHER}])|(?<=[{_EITHER}])\n *(?=[{HAN}])"
 )
 
 # What libyaml says, and what an author should do.

@@ -231,7 +231,7 @@ BROKEN = {
     "value in a statement": (
         [("standard deviation of q·k is 16.", "standard deviation of q·k is {{spread-is-the-root:.0f}}.")],
         "{{spread-is-the-root:.0f}}",
-        "no measured value stands in a statement",
+        "no measured value in a statement",
     ),
     "value in a wrong sentence": (
         [
@@ -241,7 +241,7 @@ BROKEN = {
             )
         ],
         "        Dividing by $d_k$ gives",
-        "no measured value stands in a statement, a wrong sentence",
+        "no measured value in a statement, a wrong sentence",
     ),
     "hole outside of a prompt": (
         [(WHY, WHY.replace("{{full-width-overshoots:.3f}}", "{{d_k}}"))],
@@ -384,6 +384,11 @@ BROKEN = {
         [("    expect: {approx: 16, rel_tol: 0.06}", "    expect: {at_least: 16}")],
         "answer_from: spread-is-the-root",
         "expects at_least, which no answer can miss",
+    ),
+    "unit unknown": (
+        [("    answer_from: spread-is-the-root\n", "    answer_from: spread-is-the-root\n    unit: bytess\n")],
+        "unit: bytess",
+        "quiz[0].unit: got 'bytess'; units in strings.yaml has",
     ),
     "direction of a claim without versus": (
         [("    claim: spread-ratio-is-the-root", "    claim: spread-is-the-root")],
@@ -656,6 +661,33 @@ def test_a_broken_card_is_reported_and_may_be_linked_to(tmp_path):
     first = edited(("prerequisites: [sdpa-walkthrough]", "prerequisites: [dot-vs-additive]"))
     (problem,) = check(folder(tmp_path, first, other))
     assert "level: got 'x'" in str(problem)
+
+
+def loose(text: str) -> str:
+    """The claims of the example as a file of their own."""
+    return "claims:\n" + text.split("\nclaims:\n")[1].split("\nmistakes:\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "words"),
+    [
+        ("qk_variance", None, None),
+        ("other_name", None, "got 'qk_variance'; the file holds claims of other_name"),
+        ("qk_variance", ("q·k is 16.", "q·k is 17."), "'17' stands in neither params"),
+        ("qk_variance", ("    metric: logits_mean", "    metric: logits_men"), "(did you mean logits_mean?)"),
+        ("qk_variance", ("的标准差是 16。", "的标准差是 16."), "write 。"),
+    ],
+)
+def test_claims_without_a_card(name, edit, words, tmp_path):
+    folder(tmp_path)
+    (tmp_path / "claims").mkdir()
+    text = edited(edit) if edit else example()
+    (tmp_path / "claims" / f"{name}.yaml").write_text(loose(text), "utf-8")
+    found = check(tmp_path)
+    if words is None:
+        assert found == []
+    else:
+        assert any(words in p.message for p in found), found
 
 
 BESIDE = {

@@ -83,7 +83,7 @@ FINE = {
     ],
     "en": [
         "A **bold** word, *so*, and 2 * 3 * 4.",
-        "(**all** of it) and \"**quoted**\"",
+        '(**all** of it) and "**quoted**"',
         "$x < y$ and $y > z$, `<br>`, a < b > c",
         "Prices of \\$5 and \\$6; one ~ is fine.",
         "* a list\n* of two",
@@ -92,7 +92,7 @@ FINE = {
         "a \\* b",
         "$$\nx = 1\n$$",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("language", "text"), [(language, text) for language, texts in FINE.items() for text in texts])

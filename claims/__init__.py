@@ -1,0 +1,1 @@
+"""What binds content to engine: verify a claim, keep and compare receipts, put measured numbers into prose."""

@@ -1,0 +1,56 @@
+"""Every claim of the deck on many seeds, and failing where it must: one test a claim, discovered from the cards.
+
+The small deck of tests/claims runs with it, so that these tests are never empty.
+"""
+
+import pytest
+
+from claims.verify import under_fails_when, verify
+from content.loader import load_deck
+from engine import registry
+from tests.claims import DECK
+
+N_SEEDS, N_SEEDS_TRAINING = 50, 5
+
+pytestmark = pytest.mark.claims
+
+DECKS = (load_deck(), load_deck(DECK))
+
+
+def each_claim(*, that_must_fail: bool = False):
+    """All claims with their card. Those about trainings of one experiment go to one worker, which keeps the runs."""
+    params = []
+    for deck in DECKS:
+        cards = {card.id: card.claims for card in deck.cards.values()}
+        for card, claims in (cards | {f"claims/{name}": claims for name, claims in deck.loose.items()}).items():
+            for claim in claims:
+                marks = []
+                if claim.experiment in registry.names() and registry.get(claim.experiment).trains:
+                    marks = [pytest.mark.xdist_group(claim.experiment)]
+                if claim.fails_when is not None or not that_must_fail:
+                    params.append(pytest.param(card, claim, id=claim.id, marks=marks))
+    return params
+
+
+@pytest.mark.parametrize(("card", "claim"), each_claim())
+def test_claim_holds_on_every_seed(card, claim):
+    seeds = range(N_SEEDS_TRAINING if registry.get(claim.experiment).trains else N_SEEDS)
+    verdict = verify(claim, card, seeds=seeds, cached=True)
+    found = dict(zip(verdict.seeds, verdict.values, strict=True))
+    failed = {seed: found[seed] for seed in verdict.failed_seeds}
+    assert verdict.holds, f"accepted from {verdict.low} to {verdict.high}; by seed: {failed}"
+
+
+@pytest.mark.parametrize(("card", "claim"), each_claim(that_must_fail=True))
+def test_claim_fails_where_it_must(card, claim):
+    verdict = verify(under_fails_when(claim), card, cached=True)
+    held = {
+        seed: value
+        for seed, value in zip(verdict.seeds, verdict.values, strict=True)
+        if seed not in verdict.failed_seeds
+    }
+    assert not held, f"with {claim.fails_when} still between {verdict.low} and {verdict.high}; by seed: {held}"
+
+
+def test_no_claim_is_left_out_because_its_file_can_not_be_read():
+    assert [broken.path.name for deck in DECKS for broken in deck.broken] == []

@@ -1,0 +1,1 @@
+"""What CI and authors run: set-up, checks, receipts, screenshots."""

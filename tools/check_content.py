@@ -1,0 +1,59 @@
+"""Check the deck, or another folder of the same shape: ``python tools/check_content.py [FOLDER]``.
+
+Everything that is wrong comes out at once, as ``file:line:column: where: message``, in the order of the files. A warning
+does not fail; any error does (exit 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from content.checks import check_deck
+from content.loader import HOME, ContentError, Problem, load_deck
+from tools.check_engine import check_deck_engine, defaults
+from tools.check_strings import check_strings
+from tools.cloze import check_cloze
+
+
+def check(folder: Path = HOME, *, code: bool = False) -> list[Problem]:
+    """All problems of a folder, sorted by place. ``code`` also runs the code of the cloze items."""
+    try:
+        deck = load_deck(folder)
+    except ContentError as error:
+        return list(error.problems)
+    problems = check_deck(deck, defaults()) + check_deck_engine(deck)
+    if deck.documents["strings"].file == load_strings_file(folder):
+        problems += check_strings(deck)
+    if code:
+        problems += check_cloze(deck)
+    return sorted(set(problems))
+
+
+def load_strings_file(folder: Path) -> str:
+    """How messages name the folder's own strings.yaml."""
+    from content.loader import display
+
+    return display(folder / "strings.yaml")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the problems; 1 when one of them is an error."""
+    parser = argparse.ArgumentParser(description="Check cards, strings, glossary, sources, topics and tracks.")
+    parser.add_argument("folder", nargs="?", type=Path, default=HOME, help="a folder with cards/<topic>/<id>.yaml (default: the deck)")
+    parser.add_argument("--code", action="store_true", help="also run the code of the cloze items: right options pass, wrong ones fail")
+    options = parser.parse_args(arguments)
+    problems = check(options.folder, code=options.code)
+    for problem in problems:
+        print(problem)
+    errors = sum(not p.warning for p in problems)
+    print(f"{options.folder}: {errors} errors, {len(problems) - errors} warnings")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -205,6 +205,10 @@ def _chinese(plain: str) -> Iterator[Fault]:
         if mark == ":" and plain[m.start() - 1 : m.start()] == ":":
             continue
         yield Fault(m.start(), f"{mark} next to Chinese; write {_HALF[mark]}")
+    for m in re.finditer(rf"(?<=[^\s.{HAN}])[.?!](?=\s*(?:\n\n|\Z)| ?[{HAN}])", plain):
+        line = plain[plain.rfind("\n", 0, m.start()) + 1 : m.start()]
+        if re.search(rf"[{HAN}]", line) or (m[0] != "." and re.search(rf"[{HAN}]", plain)):
+            yield Fault(m.start(), f"{m[0]} ends a Chinese sentence; write {_HALF[m[0]]}")
     for m in re.finditer(rf"(?<=[{HAN}])\.\.\.|\.\.\.(?=[{HAN}])", plain):
         yield Fault(m.start(), "... next to Chinese; write ……")
 

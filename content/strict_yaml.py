@@ -1,8 +1,8 @@
 """YAML as far as it is allowed here, read in one pass: plain data, and where each piece of it stands.
 
 YAML has ways to say something else than one sees. They are refused, each with its mend: anchors, aliases and tags; a
-key twice; a backslash in double quotes (``"\\frac"`` is a form feed and ``rac``); prose in scalars that a comma or a colon
-would cut; control characters. ``yes``, dates and ``12:30``, which elsewhere turn into something else, stay text.
+key twice; a backslash in double quotes (``"\\frac"`` is a form feed and ``rac``); prose in scalars that a comma or a
+colon would cut; control characters. ``yes``, dates and ``12:30``, which elsewhere turn into something else, stay text.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from content.schema import LANGUAGES, Strings
@@ -32,7 +33,7 @@ UNITS = {"1", "nats", "bytes", "s", "flop", "%"}  # engine.base.Metric
 # Budgets are for one idle core of the reference machine. A test may run beside another process on the same core, which
 # halves its share of cache and execution units, and on a core half as fast without its vector instructions.
 BUDGET_FACTOR = 10
-CAP_S = 10.0  # CPU seconds that a run at a bound may take
+CAP_S = 5.0  # CPU seconds that a run at a bound may take
 CHUNK_S = 0.2 * 5  # CPU seconds between two reports of progress; the factor is the one above without its worst case
 
 # Metrics that float32 and float64 need not agree on, each with the reason.
@@ -71,13 +72,15 @@ def test_public_names_are_those_of_the_contract(name):
     defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name[0] != "_"}
     assert defined == {"Params", "memory_bytes", "run"}
     assigned = {
-        target.id
+        name.id
         for node in tree.body
         if isinstance(node, ast.Assign | ast.AnnAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
     }
     assert {"METRICS", "PLOTS", "BUDGET_S"} <= assigned
-    assert all(constant.isupper() for constant in assigned)  # whatever else a module names is a constant
+    assert all(n.isupper() or n[0] == "_" for n in assigned)  # whatever else a module names is a constant
 
 
 def test_declarations_need_no_torch():
@@ -115,16 +118,26 @@ def test_default_run_keeps_its_budget(name):
     assert time.process_time() - start < experiment.budget_s * BUDGET_FACTOR
 
 
+class Draws(TorchFunctionMode):
+    """Notices whether any operation of torch was given a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.any = self.any or "generator" in (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
 @every_experiment
 def test_a_seed_decides_everything(name):
     experiment = registry.get(name)
-    params, run = experiment.Params(**small(experiment)), make_run(0)
-    before = run.generator.get_state()
-    again = experiment.run(params, run)
+    with Draws() as draws:
+        again = experiment.run(experiment.Params(**small(experiment)), make_run(0))
     assert equal(again, default_run(name))
-    drew = not torch.equal(run.generator.get_state(), before)
-    # an experiment that drew no random number is deterministic by nature, and only such a one
-    assert equal(default_run(name, seed=1), again) is not drew
+    # an experiment that draws no random number is deterministic by nature, and only such a one
+    assert equal(default_run(name, seed=1), again) is not draws.any
 
 
 @every_experiment
@@ -259,25 +272,21 @@ def test_a_bound_is_refused_or_runs_within_limits(name, field_name, value):
     assert all(p.kind == "rule" for p in refused)  # a bound is in range: only a rule may refuse it
     if params is None:
         return
-    watch = Watch()
-    run = make_run(3, on_progress=watch.report, check_stop=watch.check_stop)
-    results: list[Result] = []
-
-    def work() -> None:
-        with contextlib.suppress(Stopped):
-            results.append(experiment.run(params, run))
-
-    needed = peak_bytes(work)
-    assert results or experiment.trains, f"more than {CAP_S} CPU seconds"  # only a training run has a deadline
+    watch, results = Watch(), []
+    with contextlib.suppress(Stopped):
+        results.append(experiment.run(params, make_run(3, on_progress=watch.report, check_stop=watch.check_stop)))
     watch.report(1.0, None)
+    assert results or experiment.trains, f"more than {CAP_S} CPU seconds"  # only a training run has a deadline
     assert watch.longest < CHUNK_S
     assert watch.fractions == sorted(watch.fractions)
     assert 0 <= watch.fractions[0] <= watch.fractions[-1] <= 1
-    estimate = experiment.memory_bytes(params)
-    assert type(estimate) is int
-    overhead = 2**19  # Python's own objects, among them those of the profiler
-    assert needed <= estimate + overhead
-    assert estimate <= 20 * needed + 2**24  # an estimate far above refuses runs that would fit
+    if watch.last - watch.start < 2:  # recorded, a run takes several times as long
+        needed = peak_bytes(lambda: experiment.run(params, make_run(3)))
+        estimate = experiment.memory_bytes(params)
+        assert type(estimate) is int
+        overhead = 2**19  # Python's own objects, among them those of the profiler
+        assert needed <= estimate + overhead
+        assert estimate <= 20 * needed + 2**24  # an estimate far above refuses runs that would fit
     for result in results:
         assert all(math.isfinite(v) for v in result.metrics.values()), result.metrics
         for table in result.tables.values():

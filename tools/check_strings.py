@@ -43,7 +43,6 @@ def _names(page: Page, strings: Strings) -> Iterator[Problem]:
     wanted: dict[str, list[tuple[str, File, str]]] = {section: [] for section in ("names", "choices", "rules", "units", "experiments")}
     for e in experiments:
         wanted["experiments"].append((e.name, e.path, "experiment"))
-        wanted["rules"] += [(rule, e.path, "rule") for rule in _rules(e.path)]
         wanted["names"] += [(m.name, e.path, "metric") for m in e.metrics]
         wanted["units"] += [(m.unit, e.path, "unit") for m in e.metrics]
         for name, spec in e.Params.specs().items():
@@ -56,6 +55,8 @@ def _names(page: Page, strings: Strings) -> Iterator[Problem]:
             columns = (plot.x, plot.y, plot.by, plot.facet, plot.low, plot.high, plot.theory)
             wanted["names"] += [(c, e.path, "column") for c in columns if c]
             wanted["units"] += [(plot.x_unit, e.path, "unit"), (plot.y_unit, e.path, "unit")]
+    for path in sorted(registry.FOLDER.parent.rglob("*.py")):  # what experiments share refuses for them, too
+        wanted["rules"] += [(rule, path, "rule") for rule in _rules(path)]
     for section, uses in wanted.items():
         have: dict[str, object] = getattr(strings, section)
         said = set()

@@ -37,6 +37,7 @@ class Setup:
     controls: tuple[str, ...]
     figures: tuple[str, ...] = ()
     reference: LabReceipt | None = None  # its committed run, shown before anything was run here
+    reference_date: str = ""
     claims: tuple[Claim, ...] = ()  # of the card, measured by this experiment
     card: str = ""
     seed: int = 0
@@ -98,7 +99,7 @@ def _show_reference(setup: Setup, spec: RunSpec) -> bool:
         return False
     if spec.params != registry.get(setup.experiment).Params.from_mapping(setup.params).as_dict():
         return False
-    state.reader().shown[setup.slot] = Shown(spec, Result(dict(reference.metrics), dict(reference.tables)), "reference")
+    state.reader().shown[setup.slot] = Shown(spec, Result(dict(reference.metrics), dict(reference.tables), reference.done), "reference")
     return True
 
 
@@ -325,7 +326,7 @@ def _buttons(setup: Setup, experiment: Experiment, spec: RunSpec, busy: bool) ->
 
 def _caption(setup: Setup, shown: Shown) -> None:
     if shown.where == "reference":
-        st.caption(t("from_reference", device="CPU", dtype="float32", seeds="0", date=setup.reference.date if setup.reference else ""))
+        st.caption(t("from_reference", device="CPU", dtype="float32", seeds="0", date=setup.reference_date))
         return
     seeds = f"{shown.spec.seed}–{shown.spec.seed + shown.n_seeds - 1}" if shown.n_seeds > 1 else str(shown.spec.seed)
     line = t("measured_here", device=shown.spec.device, dtype=shown.spec.dtype, seeds=seeds)

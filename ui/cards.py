@@ -195,7 +195,8 @@ def _outcome(card: Card, claim: Claim) -> None:
     where = t("here") if claim.id in state.reader().verdicts else t("reference_run")
     st.markdown(
         f"{sign} :{colour}-background[[{text.number(result.value)}](#{prose.anchor(claim.id)})]"
-        f" :gray[{text.name(claim.metric)} · {ledger.bounds(*interval(claim.expect))} · {where}]"
+        f" :small[:gray[{text.name(claim.metric)} · {t('accepted')} {ledger.bounds(*interval(claim.expect))} · {where}]]",
+        width="content",
     )
 
 
@@ -323,7 +324,8 @@ def _lab(card: Card) -> None:
                 params=start,
                 controls=(*lab.controls, *(n for n, v in extra.items() if v != start[n])),
                 figures=lab.figures,
-                reference=deck.card_receipts(card.id).labs.get(lab.id),
+                reference=deck.lab_receipt(card.id, lab.id),
+                reference_date=deck.receipts_date(card.id),
                 claims=tuple(c for c in card.claims if c.experiment == lab.experiment),
                 card=card.id,
             )

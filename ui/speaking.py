@@ -6,8 +6,8 @@ import time
 
 import streamlit as st
 
-from content.checks import spoken_seconds
 from content.schema import Card
+from content.speech import spoken_seconds
 from ui import prose, state
 from ui.text import say, t
 

@@ -12,7 +12,7 @@ from engine.base import ChoiceSpec, FlagSpec, NumberSpec
 from engine.registry import Experiment
 from ui import state, text
 
-MOST_SEGMENTS = 4  # more choices than this go into a list
+MOST_SEGMENTS = 6  # more choices than this go into a list
 
 
 def params_controls(experiment: Experiment, names: Iterable[str], start: Mapping[str, Any], slot: str) -> dict[str, Any]:

@@ -47,18 +47,18 @@ METRICS = (
     Metric("entropy_nats", "nats"),
     Metric("entropy_share"),
 )
-PLOTS = (Plot("target_weight", table="target_weight", x="alignment", y="weight", by="scale"),)
+PLOTS = (Plot("target_weight", table="target_weight", x="alignment", y="target_weight_mean", by="scale"),)
 BUDGET_S = 0.015
 
 ALIGNMENTS = np.linspace(0, 1, 21)
 
 
 def memory_bytes(params: Params) -> int:
-    """One chunk in float64: q, targets and other keys with a copy, half a dozen arrays of logits; rows and curves."""
+    """One chunk: q, targets and other keys with a copy, half a dozen arrays of logits; float64 rows and curves."""
     numbers, logits = _item(params)
     items = items_per_chunk(params.batch, numbers=numbers, logits=logits)
-    rows = params.batch * params.q_len
-    return 8 * (3 * items * numbers + 6 * items * logits + (16 + 8 * len(ALIGNMENTS)) * rows) + 2**20
+    rows = 8 * params.q_len * (8 * params.batch + 5 * len(ALIGNMENTS) * items)
+    return 4 * items * (3 * numbers + 6 * logits) + rows
 
 
 def run(params: Params, run: Run) -> Result:
@@ -111,7 +111,7 @@ def run(params: Params, run: Run) -> Result:
     table = {
         "scale": np.repeat(RULES, len(ALIGNMENTS)),
         "alignment": np.tile(ALIGNMENTS, len(RULES)).astype(np.float32),
-        "weight": np.concatenate(means).astype(np.float32),
+        "target_weight_mean": np.concatenate(means).astype(np.float32),
     }
     return Result(metrics, {"target_weight": table})
 

@@ -48,7 +48,7 @@ class Params(BaseParams):
     kv_len: int = number(64, low=2, high=16384, log2=True)
     scale: str = choice(*SCALE_RULES)
     factor: float = number(1.0, low=0.0625, high=8, step=0.0625)
-    tau: float = number(1.0, low=0.01, high=128, step=0.01)
+    tau: float = number(1.0, low=2**-7, high=2**7, log2=True)
     dead_below: float = number(1e-3, low=1e-9, high=0.5)
     d_v: int = number(64, low=1, high=256, log2=True)
     d_model: int = number(256, low=16, high=1024, log2=True)
@@ -80,7 +80,7 @@ METRICS = (
     Metric("top_decile_share"),
 )
 PLOTS = (
-    Plot("effects", table="effects", mark="point", x="scale", y="norm", by="gradient", y_scale="log10"),
+    Plot("effects", table="effects", mark="point", x="scale", y="grad_norm", by="gradient", y_scale="log10"),
     Plot("grad_q", table="grad_q", x="row_share", y="grad_q_norm", by="scale", y_scale="log10"),
 )
 BUDGET_S = 0.015
@@ -91,12 +91,12 @@ ROW_SHARES = np.linspace(0.01, 0.99, 50)
 
 
 def memory_bytes(params: Params) -> int:
-    """In float64: the matrices with gradients, one chunk of activations with gradients, a dozen arrays of logits."""
+    """The matrices with gradients, one chunk of activations with gradients, a dozen arrays of logits, float64 rows."""
     numbers, logits = _item(params)
     items = items_per_chunk(params.batch, numbers=numbers, logits=logits)
     matrices = params.d_model * (2 * params.d_k + params.d_v)
-    rows = params.batch * (16 * params.q_len + 4 * params.kv_len)
-    return 8 * (4 * matrices + 6 * items * numbers + 12 * items * logits + rows)
+    rows = 8 * params.batch * (16 * params.q_len + 4 * params.kv_len)
+    return 4 * (4 * matrices + items * (4 * numbers + 12 * logits)) + rows
 
 
 def run(params: Params, run: Run) -> Result:
@@ -224,7 +224,7 @@ def _effects(joined: dict[str, dict[str, np.ndarray]]) -> Table:
     return {
         "scale": np.repeat(list(joined), len(names)),
         "gradient": np.tile(names, len(joined)),
-        "norm": np.maximum(medians, DRAWN_FLOOR).astype(np.float32),
+        "grad_norm": np.maximum(medians, DRAWN_FLOOR).astype(np.float32),
     }
 
 

@@ -40,7 +40,7 @@ class Params(BaseParams):
     kv_len: int = number(64, low=2, high=16384, log2=True)
     scale: str = choice(*SCALE_RULES)
     factor: float = number(1.0, low=0.0625, high=8, step=0.0625)
-    tau: float = number(1.0, low=0.01, high=128, step=0.01)
+    tau: float = number(1.0, low=2**-7, high=2**7, log2=True)
     dead_below: float = number(1e-3, low=1e-9, high=0.5)
     batch: int = number(16, low=1, high=64, log2=True)
     q_len: int = number(64, low=1, high=512, log2=True)
@@ -63,7 +63,7 @@ METRICS = (
     Metric("dead_share"),
 )
 PLOTS = (
-    Plot("weight_by_rank", table="weight_by_rank", x="rank", y="weight", by="scale", x_scale="log2"),
+    Plot("weight_by_rank", table="weight_by_rank", x="rank", y="weight_mean", by="scale", x_scale="log2"),
     Plot("jacobian", table="jacobian", x="row_share", y="jacobian_norm", by="scale", y_scale="log10"),
 )
 BUDGET_S = 0.015
@@ -75,10 +75,11 @@ ROW_SHARES = np.linspace(0.01, 0.99, 50)
 
 
 def memory_bytes(params: Params) -> int:
-    """One chunk in float64: q and k with their copies, a dozen arrays of logits; and a few numbers a row and rule."""
+    """One chunk: q and k with their copies, a dozen arrays of logits; a few float64 numbers a row and rule."""
     numbers, logits = _item(params)
     items = items_per_chunk(params.batch, numbers=numbers, logits=logits)
-    return 8 * (4 * items * numbers + 12 * items * logits + 16 * params.batch * params.q_len + 8 * params.kv_len)
+    rows = 8 * (16 * params.batch * params.q_len + 8 * params.kv_len)
+    return 4 * items * (4 * numbers + 12 * logits) + rows
 
 
 def run(params: Params, run: Run) -> Result:
@@ -151,7 +152,7 @@ def _weight_by_rank(mean_weights: dict[str, np.ndarray]) -> Table:
     return {
         "scale": np.repeat(list(mean_weights), len(ranks)),
         "rank": np.tile(ranks, len(mean_weights)),
-        "weight": np.concatenate([w[ranks - 1] for w in mean_weights.values()]).astype(np.float32),
+        "weight_mean": np.concatenate([w[ranks - 1] for w in mean_weights.values()]).astype(np.float32),
     }
 
 

@@ -37,9 +37,9 @@ METRICS = (
     Metric("one_from"),
 )
 PLOTS = (
-    Plot("near", table="near", x="a", y="weight", theory="theory_weight"),
-    Plot("slope", table="near", x="a", y="slope", theory="theory_slope"),
-    Plot("far", table="far", x="a", y="weight", theory="theory_weight"),
+    Plot("near", table="near", x="a", y="weight_max", theory="theory_weight_max"),
+    Plot("slope", table="near", x="a", y="weight_max_derivative", theory="theory_derivative"),
+    Plot("far", table="far", x="a", y="weight_max", theory="theory_weight_max"),
     Plot("distance", table="distance", x="a", y="distance", by="dtype", theory="theory_distance", y_scale="log10"),
 )
 BUDGET_S = 0.01
@@ -49,7 +49,7 @@ SEARCH = np.arange(0, 100 * 256 + 1) / 256  # values of a among which one_from i
 
 def memory_bytes(params: Params) -> int:
     """The search's logits, weights and temporaries in float64."""
-    return 8 * 3 * len(SEARCH) * 8 + 2**20
+    return 8 * 3 * len(SEARCH) * 8
 
 
 def run(params: Params, run: Run) -> Result:
@@ -111,10 +111,10 @@ def _curve(a: np.ndarray, params: Params, run: Run) -> Table:
     rest = _exact(a)
     columns = {
         "a": a,
-        "weight": weights[:, 2],
-        "theory_weight": 1 / (1 + 2 * np.exp(-a)),
-        "slope": slopes,
-        "theory_slope": rest * (1 - rest),
+        "weight_max": weights[:, 2],
+        "theory_weight_max": 1 / (1 + 2 * np.exp(-a)),
+        "weight_max_derivative": slopes,
+        "theory_derivative": rest * (1 - rest),
     }
     return {name: values.astype(np.float32) for name, values in columns.items()}
 

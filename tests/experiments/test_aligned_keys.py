@@ -62,7 +62,11 @@ def law(experiment: Experiment) -> None:
             assert table["alignment"][mine] == pytest.approx(np.arange(21) / 20)
             for i in (0, 6, 20):
                 want = rows_of(p, rule, i / 20, draws)[1][:, -1].mean()
-                assert table["weight"][mine][i] == pytest.approx(want, rel=1e-6), (p, rule, i)  # float32 column
+                assert table["target_weight_mean"][mine][i] == pytest.approx(want, rel=1e-6), (
+                    p,
+                    rule,
+                    i,
+                )  # float32 column
 
 
 @pytest.mark.parametrize(

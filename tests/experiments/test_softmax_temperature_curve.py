@@ -49,9 +49,9 @@ def law(experiment: Experiment) -> None:
     near, far, distance = tables["near"], tables["far"], tables["distance"]
     for table, end in ((near, 10), (far, 100)):
         assert (table["a"][0], table["a"][-1]) == (0, end)
-        assert np.all(np.abs(table["weight"] - table["theory_weight"]) <= 2**-10 * 4)
-        assert table["theory_weight"] == pytest.approx([closed_form(float(a))[0] for a in table["a"]], rel=1e-6)
-        assert table["theory_slope"] == pytest.approx([closed_form(float(a))[1] for a in table["a"]], rel=1e-5)
+        assert np.all(np.abs(table["weight_max"] - table["theory_weight_max"]) <= 2**-10 * 4)
+        assert table["theory_weight_max"] == pytest.approx([closed_form(float(a))[0] for a in table["a"]], rel=1e-6)
+        assert table["theory_derivative"] == pytest.approx([closed_form(float(a))[1] for a in table["a"]], rel=1e-5)
     for dtype, digits in DIGITS.items():
         rows = distance["dtype"] == dtype
         assert rows.sum() == pytest.approx((digits + 2) * math.log(2) / 0.5, abs=2)  # ends where the weight becomes 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from content.bindings import Binding, Hole, parse
-from content.markdown import BLANK, spans
+from content.bindings import scan
+from content.markdown import BLANK, Fault, spans
 from content.schema import KeyPoint, Phrases
 from content.strict_yaml import HAN
 
@@ -23,7 +23,8 @@ def spoken_units(text: str, language: str) -> int:
 
     A formula or a measured number counts as one word.
     """
-    text = "".join(f" {BLANK} " if isinstance(p, (Binding, Hole)) else p for p in parse(_CITATION.sub("", text)))
+    pieces = [p for p in scan(_CITATION.sub("", text)) if not isinstance(p, Fault)]
+    text = "".join(p if isinstance(p, str) else f" {BLANK} " for p in pieces)
     for span in reversed(spans(text)):
         if span.kind != "escape":
             text = f"{text[: span.start]} {BLANK} {text[span.end :]}"
@@ -40,7 +41,7 @@ def spoken_seconds(text: str, language: str) -> float:
 def heard(text: str) -> str:
     """A text as phrases are looked for in it: small letters, no marks of Markdown or TeX, no spaces next to Han."""
     text = _CITATION.sub(" ", text).lower().replace("’", "'")
-    text = re.sub(r"[$*`\\{}]+", "", text)
+    text = re.sub(r"\\([a-z]+)|[{}]", r" \1 ", re.sub(r"[$*`]+", "", text))
     text = re.sub(r"[\s\-‑–]+", " ", text)
     return re.sub(rf"(?<=[{HAN}]) | (?=[{HAN}])", "", text).strip()
 
@@ -48,11 +49,14 @@ def heard(text: str) -> str:
 def says(text: str, groups: Phrases) -> bool:
     """Whether each group has a phrase in the text. A Latin phrase begins where a word begins; it may be a stem."""
     said = heard(text)
-    return all(any(re.search(r"(?<![a-z0-9])" + re.escape(heard(phrase)), said) for phrase in group) for group in groups)
+    return all(any(_stands_in(heard(phrase), said) for phrase in group) for group in groups)
+
+
+def _stands_in(phrase: str, said: str) -> bool:
+    begins = r"(?<![a-z0-9])" if re.match("[a-z0-9]", phrase) else ""
+    return bool(phrase) and bool(re.search(begins + re.escape(phrase), said))
 
 
 def makes(text: str, point: KeyPoint, language: str) -> bool:
     """Whether a text makes a key point, and does not take it back."""
     return says(text, point.says.get(language)) and not (point.not_says and says(text, point.not_says.get(language)))
-
-

@@ -1,7 +1,7 @@
 """The contract of an experiment: Params, Metric, Plot, Result, Run.
 
-An experiment is one module in ``engine/experiments``; its file name is its identity. It has a docstring and exactly these
-public names:
+An experiment is one module in ``engine/experiments``; its file name is its identity. It has a docstring and exactly
+these public names:
 
 =================  ====================================================================================================
 ``Params``         frozen dataclass derived from :class:`BaseParams`, fields declared with number/choice/flag
@@ -136,14 +136,17 @@ class BaseParams:
     """
 
     def __post_init__(self) -> None:
-        problems = [p for f in dataclasses.fields(self) if (p := _check(f.name, getattr(self, f.name), f.metadata["spec"], f.default))]
+        fields = dataclasses.fields(self)
+        checked = (_check(f.name, getattr(self, f.name), f.metadata["spec"], f.default) for f in fields)
+        problems = [problem for problem in checked if problem]
         if not problems:
             problems = list(self.rules())
         if problems:
             raise ParamsError(problems)
-        for f in dataclasses.fields(self):  # 64.0 for a whole number and 1 for a real one are the same value: keep one form
+        for f in fields:  # 64.0 for a whole number and 1 for a real one are the same value: keep one form
             if isinstance(f.metadata["spec"], NumberSpec):
-                object.__setattr__(self, f.name, type(f.default)(getattr(self, f.name)))
+                kind = int if isinstance(f.default, int) else float
+                object.__setattr__(self, f.name, kind(getattr(self, f.name)))
 
     def rules(self) -> Iterator[Problem]:
         """Conditions between fields; override and yield ``Problem(kind="rule", ...)``. Fields are in range by then."""
@@ -161,12 +164,19 @@ class BaseParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> BaseParams:
-        """Build from a mapping; names that do not exist are reported with the nearest that does."""
+        """Build from a mapping; names that do not exist are reported with the nearest that does.
+
+        Raises: ParamsError, with the bad values of known names beside the unknown names.
+        """
         specs = cls.specs()
-        unknown = [Problem("unknown", name, name, allowed=tuple(specs)) for name in values if name not in specs]
-        if unknown:
-            raise ParamsError(unknown)
-        return cls(**values)
+        problems = [Problem("unknown", name, name, allowed=tuple(specs)) for name in values if name not in specs]
+        try:
+            params = cls(**{name: value for name, value in values.items() if name in specs})
+        except ParamsError as error:
+            problems += error.problems
+        if problems:
+            raise ParamsError(problems)
+        return params
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values by field name."""
@@ -180,7 +190,7 @@ def _check(name: str, value: object, spec: Spec, default: object) -> Problem | N
         return None if isinstance(value, bool) else Problem("flag", name, value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return Problem("finite", name, value)
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):  # a whole number is finite, even too large for a float
         return Problem("finite", name, value)
     if isinstance(default, int) and value != int(value):
         return Problem("whole", name, value)

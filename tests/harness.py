@@ -5,16 +5,47 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
+import torch
 
-from engine.base import Result, make_run
+from engine.base import Result, Run, make_run
 from engine.registry import Experiment, get
 
 
-def run(experiment: Experiment, *, seed: int = 0, dtype: str = "float32", device: str = "cpu", **params: object) -> Result:
+def run(
+    experiment: Experiment, *, seed: int = 0, dtype: str = "float32", device: str = "cpu", **params: object
+) -> Result:
     """Run an experiment by itself, without the runner's queue and limits."""
     return experiment.run(experiment.Params(**params), make_run(seed, device, dtype))
+
+
+@dataclass
+class RecordingRun(Run):
+    """A Run that keeps what it drew, so that a test can compute the same by other means."""
+
+    draws: list[np.ndarray] = field(default_factory=list)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return self._keep(super().randn(*shape))
+
+    def rand(self, *shape: int) -> torch.Tensor:
+        return self._keep(super().rand(*shape))
+
+    def _keep(self, drawn: torch.Tensor) -> torch.Tensor:
+        self.draws.append(drawn.double().numpy().copy())
+        return drawn
+
+
+def recorded(
+    experiment: Experiment, *, seed: int = 0, dtype: str = "float64", **params: object
+) -> tuple[Result, list[np.ndarray]]:
+    """The result of a run and the random numbers it was computed from, in the order in which they were drawn."""
+    plain = make_run(seed, dtype=dtype)
+    recording = RecordingRun(plain.generator, plain.device, plain.dtype)
+    return experiment.run(experiment.Params(**params), recording), recording.draws
 
 
 def mutant(name: str, old: str, new: str) -> Experiment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from claims import receipts
-from claims.receipts import CardReceipts
+from claims.receipts import CardReceipts, LabReceipt
 from content.loader import Deck, load_deck
 
 
@@ -23,6 +23,19 @@ def deck() -> Deck:
 def card_receipts(card: str) -> CardReceipts:
     """The committed receipts of a card."""
     return receipts.load(card)
+
+
+def lab_receipt(card: str, lab: str) -> LabReceipt | None:
+    """The committed run of a lab; None when there is none, or it is no longer about this lab and this code."""
+    held = card_receipts(card).labs.get(lab)
+    if held is None or receipts.lab_staleness(held, deck().cards[card].lab(lab)):
+        return None
+    return held
+
+
+def receipts_date(card: str) -> str:
+    """The day of a card's newest receipt; empty without receipts."""
+    return max((r.date for r in card_receipts(card).claims.values()), default="")
 
 
 @st.cache_resource(show_spinner=False)

@@ -1,8 +1,10 @@
 r"""Spread of q·k against d_k, with the textbook's assumptions as switches.
 
-For independent coordinates with means :math:`\mu`, standard deviations :math:`\sigma` and correlation :math:`\rho` between
-:math:`q_i` and :math:`k_i`, the mean is :math:`d_k(\mu_q\mu_k + \rho\sigma_q\sigma_k)`; for Gaussian coordinates the variance is
-:math:`d_k[\sigma_q^2\sigma_k^2(1+\rho^2) + \sigma_q^2\mu_k^2 + \sigma_k^2\mu_q^2 + 2\rho\sigma_q\sigma_k\mu_q\mu_k]`.
+For independent coordinates with means :math:`\mu`, standard deviations :math:`\sigma` and correlation :math:`\rho`
+between :math:`q_i` and :math:`k_i`, the mean is :math:`d_k(\mu_q\mu_k + \rho\sigma_q\sigma_k)`; for Gaussian
+coordinates the variance is
+
+.. math:: d_k[\sigma_q^2\sigma_k^2(1+\rho^2) + \sigma_q^2\mu_k^2 + \sigma_k^2\mu_q^2 + 2\rho\sigma_q\sigma_k\mu_q\mu_k]
 
 Source: vaswani2017, section 3.2.1, footnote 4 (the case of zero means and no correlation).
 """
@@ -58,8 +60,9 @@ CHUNK_NUMBERS = 2**20  # random numbers of one chunk: 4 MB a tensor, some 20 ms
 
 
 def memory_bytes(params: Params) -> int:
-    """A chunk of q and k with its temporaries in float32, and all logits in float64."""
-    return 4 * 4 * max(CHUNK_NUMBERS, params.d_k) + 8 * 4 * params.n_pairs
+    """A chunk of q and k with its temporaries beside the chunk before it, and all logits in float64."""
+    numbers = params.d_k * min(_rows_per_chunk(params), params.n_pairs)
+    return 4 * 8 * numbers + 8 * 4 * params.n_pairs
 
 
 def run(params: Params, run: Run) -> Result:
@@ -70,7 +73,7 @@ def run(params: Params, run: Run) -> Result:
     import torch
 
     scale = 1 / math.log(params.d_k) if params.scale == "inv_log_d_k" else scale_value(params.scale, params.d_k)
-    rows = max(1, CHUNK_NUMBERS // params.d_k)
+    rows = _rows_per_chunk(params)
     chunks = []
     for start in range(0, params.n_pairs, rows):
         q, k = _draw(params, run, min(rows, params.n_pairs - start))
@@ -88,6 +91,10 @@ def run(params: Params, run: Run) -> Result:
         "theory_std": theory_std,
     }
     return Result(metrics, {"histogram": _histogram(logits.cpu().numpy(), theory_mean, theory_std)})
+
+
+def _rows_per_chunk(params: Params) -> int:
+    return max(1, CHUNK_NUMBERS // params.d_k)
 
 
 def _draw(params: Params, run: Run, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

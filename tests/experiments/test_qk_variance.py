@@ -25,11 +25,18 @@ SETTINGS = [
 
 def independent_law(p: dict) -> tuple[float, float]:
     """Mean and variance from E[q²k²] of a bivariate normal by Isserlis' theorem, not from the engine's formula."""
-    mq, mk, sq, sk, rho = (p.get(n, d) for n, d in [("q_mean", 0), ("k_mean", 0), ("q_std", 1), ("k_std", 1), ("qk_correlation", 0)])
+    mq, mk, sq, sk, rho = (
+        p.get(n, d) for n, d in [("q_mean", 0), ("k_mean", 0), ("q_std", 1), ("k_std", 1), ("qk_correlation", 0)]
+    )
     cov = rho * sq * sk
     e_qk = mq * mk + cov
     e_q2k2 = (mq**2 + sq**2) * (mk**2 + sk**2) + 2 * cov**2 + 4 * mq * mk * cov
-    scale = {"none": 1, "inv_sqrt_d_k": p["d_k"] ** -0.5, "inv_d_k": 1 / p["d_k"], "inv_log_d_k": 1 / math.log(max(2, p["d_k"]))}
+    scale = {
+        "none": 1,
+        "inv_sqrt_d_k": p["d_k"] ** -0.5,
+        "inv_d_k": 1 / p["d_k"],
+        "inv_log_d_k": 1 / math.log(max(2, p["d_k"])),
+    }
     c = scale[p.get("scale", "none")]
     return c * p["d_k"] * e_qk, c * c * p["d_k"] * (e_q2k2 - e_qk**2)
 

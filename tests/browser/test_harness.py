@@ -1,0 +1,90 @@
+"""The harness sees what it is there to see: on a page of its own, with one fault at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.browser import assert_clean, serve
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    with serve("tests/browser/apps/tiny.py") as running:
+        yield running
+
+
+def test_a_clean_page_is_clean_in_both_languages(tiny, open_reader):
+    for language, title in [("en", "Tiny lab"), ("zh", "小实验室")]:
+        visit = open_reader(tiny, language=language)
+        visit.goto(lang=language)
+        assert title in visit.texts()
+        assert visit.page.locator(".katex").count() == 1
+        assert_clean(visit)
+
+
+def test_each_fault_is_seen(tiny, open_reader):
+    faults = {
+        "binding": "a binding that was not filled",
+        "nan": "not a number",
+        "formula": "a formula that was not typeset",
+        "citation": "a citation that was not resolved",
+        "bold": "bold that Markdown did not see",
+        "katex": "KaTeX refused",
+    }
+    visit = open_reader(tiny)
+    for bad, seen in faults.items():
+        visit.goto(bad=bad)
+        found = visit.problems()
+        assert [p for p in found if p.startswith(seen)], (bad, found)
+        assert len(found) == 1, (bad, found)
+
+
+def test_an_exception_is_seen_on_the_page_and_in_the_log(open_reader):
+    with serve("tests/browser/apps/tiny.py") as own:
+        visit = open_reader(own)
+        visit.goto(bad="exception")
+        found = visit.problems()
+    assert any(p.startswith("exception") for p in found)
+    assert any(p.startswith("the server's log") for p in found)
+
+
+def test_console_errors_are_seen(tiny, open_reader):
+    visit = open_reader(tiny)
+    visit.goto()
+    visit.page.evaluate("() => console.error('from a test')")
+    visit.page.evaluate("() => setTimeout(() => { throw new Error('thrown') }, 0)")
+    visit.page.wait_for_function("() => true")
+    visit.page.wait_for_timeout(1)
+    assert any("from a test" in p for p in visit.problems())
+    assert any("page error" in p and "thrown" in p for p in visit.problems())
+
+
+def test_a_chart_has_marks_for_each_series_and_a_slider_moves_them(tiny, open_reader):
+    visit = open_reader(tiny)
+    visit.goto()
+    drawn = visit.marks()
+    assert drawn["stroke #ff0000"] > 0
+    assert drawn["stroke #0000ff"] > 0
+    slider = visit.page.get_by_role("slider")
+    visit.act(lambda: slider.press("ArrowRight"))
+    assert "d_k = 9" in visit.texts()
+
+
+def test_act_waits_for_a_slow_run(tiny, open_reader):
+    visit = open_reader(tiny)
+    visit.goto()
+    before = visit.runs
+    visit.act(lambda: visit.page.get_by_role("button", name="Slow").click())
+    assert visit.runs > before
+    assert visit.page.get_by_test_id("stApp").get_attribute("data-test-script-state") == "notRunning"
+
+
+def test_a_script_that_does_not_start_is_told_with_the_servers_words(tmp_path):
+    with pytest.raises(RuntimeError, match="does not exist"), serve(tmp_path / "nothing.py"):
+        pass
+
+
+def test_the_server_is_gone_afterwards():
+    with serve("tests/browser/apps/tiny.py") as own:
+        assert own.process.poll() is None
+    assert own.process.poll() is not None

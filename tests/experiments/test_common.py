@@ -1,0 +1,335 @@
+"""One suite for every experiment of the registry: what the contract in engine/base.py promises."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import math
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+
+from content.schema import LANGUAGES, Strings
+from engine import registry
+from engine.base import ChoiceSpec, FlagSpec, NumberSpec, ParamsError, Result, Stopped, make_run
+from engine.registry import Experiment
+
+ROOT = Path(registry.__file__).parents[1]
+NAMES = registry.names()
+UNITS = {"1", "nats", "bytes", "s", "flop", "%"}  # engine.base.Metric
+
+# Budgets are for one idle core of the reference machine. A test may run beside another process on the same core, which
+# halves its share of cache and execution units, and on a core half as fast without its vector instructions.
+BUDGET_FACTOR = 10
+CAP_S = 5.0  # CPU seconds that a run at a bound may take
+CHUNK_S = 0.2 * 5  # CPU seconds between two reports of progress; the factor is the one above without its worst case
+
+# Metrics that float32 and float64 need not agree on, each with the reason.
+DTYPE_MATTERS: dict[str, dict[str, str]] = {}
+
+
+def small(experiment: Experiment) -> dict[str, object]:
+    """Parameters for a run of the suite: the defaults, but few steps of training."""
+    specs = experiment.Params.specs()
+    return {"steps": max(10, int(specs["steps"].low))} if experiment.trains and "steps" in specs else {}
+
+
+@functools.cache
+def default_run(name: str, seed: int = 0, dtype: str = "float32") -> Result:
+    experiment = registry.get(name)
+    return experiment.run(experiment.Params(**small(experiment)), make_run(seed, dtype=dtype))
+
+
+def equal(one: Result, other: Result) -> bool:
+    return one.metrics == other.metrics and all(
+        np.array_equal(one.tables[t][c], other.tables[t][c]) for t in one.tables for c in one.tables[t]
+    )
+
+
+every_experiment = pytest.mark.parametrize("name", NAMES)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Declarations
+
+
+@every_experiment
+def test_public_names_are_those_of_the_contract(name):
+    tree = ast.parse(registry.get(name).path.read_text("utf-8"))
+    assert ast.get_docstring(tree)
+    defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name[0] != "_"}
+    assert defined == {"Params", "memory_bytes", "run"}
+    assigned = {
+        name.id
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
+    }
+    assert {"METRICS", "PLOTS", "BUDGET_S"} <= assigned
+    assert all(n.isupper() or n[0] == "_" for n in assigned)  # whatever else a module names is a constant
+
+
+def test_declarations_need_no_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"  # importing it fails from here on
+        "from engine import registry\n"
+        "for name in registry.names():\n"
+        "    e = registry.get(name); p = e.Params(); print(name, e.memory_bytes(p), e.Params.specs(), e.plots)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(NAMES)
+
+
+@every_experiment
+def test_metrics_and_plots_are_well_declared(name):
+    experiment = registry.get(name)
+    assert len(set(experiment.metric_names)) == len(experiment.metrics) > 0
+    assert {m.unit for m in experiment.metrics} <= UNITS
+    assert len({p.name for p in experiment.plots}) == len(experiment.plots) > 0
+    assert {unit for p in experiment.plots for unit in (p.x_unit, p.y_unit)} <= UNITS
+    assert 0 < experiment.budget_s <= (10 if experiment.trains else 0.3)  # above that a run is a job, not a repaint
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The default run
+
+
+@every_experiment
+def test_default_run_keeps_its_budget(name):
+    experiment = registry.get(name)
+    default_run(name)  # first uses of torch's operations are dearer
+    start = time.process_time()
+    experiment.run(experiment.Params(**small(experiment)), make_run(1))
+    assert time.process_time() - start < experiment.budget_s * BUDGET_FACTOR
+
+
+class Draws(TorchFunctionMode):
+    """Notices whether any operation of torch was given a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.any = self.any or "generator" in (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@every_experiment
+def test_a_seed_decides_everything(name):
+    experiment = registry.get(name)
+    with Draws() as draws:
+        again = experiment.run(experiment.Params(**small(experiment)), make_run(0))
+    assert equal(again, default_run(name))
+    # an experiment that draws no random number is deterministic by nature, and only such a one
+    assert equal(default_run(name, seed=1), again) is not draws.any
+
+
+@every_experiment
+def test_metrics_are_those_declared_as_finite_floats(name):
+    experiment, result = registry.get(name), default_run(name)
+    assert tuple(result.metrics) == experiment.metric_names
+    assert {n: type(v) for n, v in result.metrics.items() if type(v) is not float} == {}
+    assert {n: v for n, v in result.metrics.items() if not math.isfinite(v)} == {}
+
+
+@every_experiment
+def test_tables_are_plain_columns_of_equal_length(name):
+    for table in default_run(name).tables.values():
+        assert {len(column) for column in table.values()} == {len(next(iter(table.values())))}
+        for column_name, column in table.items():
+            assert type(column) is np.ndarray, column_name
+            assert column.ndim == 1
+            assert column.dtype.kind in "fiU", column_name
+            assert column.dtype not in (np.float16, object)
+            assert column.dtype.kind != "f" or np.isfinite(column).all(), column_name
+
+
+@every_experiment
+def test_plots_find_their_columns(name):
+    experiment, result = registry.get(name), default_run(name)
+    assert {p.table for p in experiment.plots} == set(result.tables)
+    for plot in experiment.plots:
+        table = result.tables[plot.table]
+        named = [c for c in (plot.x, plot.y, plot.by, plot.facet, plot.low, plot.high, plot.theory) if c]
+        assert set(named) <= set(table), plot.name
+        assert len(table[plot.x]) > 0
+        numbers = [(c, plot.y_scale) for c in (plot.y, plot.low, plot.high, plot.theory) if c]
+        if table[plot.x].dtype.kind != "U":
+            numbers.append((plot.x, plot.x_scale))
+        for column, scale in numbers:
+            assert table[column].dtype.kind in "fi", (plot.name, column)
+            assert scale == "linear" or table[column].min() > 0, (plot.name, column)  # a logarithmic axis has no 0
+
+
+@every_experiment
+def test_float32_is_near_float64(name):
+    single, double = default_run(name).metrics, default_run(name, dtype="float64").metrics
+    for metric in sorted(set(single) - set(DTYPE_MATTERS.get(name, {}))):
+        # float32 keeps seven digits; sums over some thousand terms, exp of logits near 100 and a few optimizer steps
+        # cost up to four of them, and a row on a threshold may fall on either side
+        near = pytest.approx(double[metric], rel=2e-3, abs=2e-3 if metric.endswith("_share") else 1e-5)
+        assert single[metric] == near, metric
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Memory, time and progress, at the defaults and at every bound
+
+
+@dataclass
+class Watch:
+    """Progress and stop hooks of a run: the longest CPU time between two reports, and an end at the cap."""
+
+    start: float = field(default_factory=time.process_time)
+    last: float = field(default_factory=time.process_time)
+    longest: float = 0.0
+    fractions: list[float] = field(default_factory=list)
+
+    def report(self, fraction: float, partial: Result | None) -> None:
+        self.longest = max(self.longest, time.process_time() - self.last)
+        self.last = time.process_time()
+        self.fractions.append(fraction)
+
+    def check_stop(self) -> None:
+        if time.process_time() - self.start > CAP_S:
+            raise Stopped("deadline")
+
+
+@functools.cache
+def _load_profiler() -> None:
+    """Its first use imports modules, whose objects tracemalloc would count."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+        torch.ones(1)
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most that torch and numpy held at once, each by itself: together an upper bound of both.
+
+    torch's CPU allocator reports to the profiler, numpy's to tracemalloc.
+    """
+    _load_profiler()
+    tracemalloc.start()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            work()
+        _, by_numpy = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
+    return int(max(sizes, default=0)) + by_numpy
+
+
+def test_peak_bytes_sees_torch_and_numpy():
+    def work() -> None:
+        tensor = torch.ones(1000, 1000)
+        (tensor + tensor).sum()
+        del tensor
+        np.ones(10**6).sum()
+
+    # 8 MB of torch at once, 8 MB of numpy; some of Python's own
+    assert 16e6 <= peak_bytes(work) < 17e6
+
+
+def bounds(name: str) -> Iterator[tuple[str, object]]:
+    """Every field at both ends of its range, or at each of its values."""
+    experiment = registry.get(name)
+    for field_name, spec in experiment.Params.specs().items():
+        if isinstance(spec, NumberSpec):
+            whole = isinstance(experiment.Params.defaults()[field_name], int)
+            yield from ((field_name, int(v) if whole else float(v)) for v in (spec.low, spec.high))
+        elif isinstance(spec, ChoiceSpec):
+            yield from ((field_name, value) for value in spec.values)
+        elif isinstance(spec, FlagSpec):
+            yield from ((field_name, value) for value in (False, True))
+
+
+@pytest.mark.parametrize(
+    ("name", "field_name", "value"), [(n, f, v) for n in NAMES for f, v in bounds(n)], ids=lambda v: str(v)
+)
+def test_a_bound_is_refused_or_runs_within_limits(name, field_name, value):
+    experiment = registry.get(name)
+    params, refused = None, []
+    try:
+        params = experiment.Params(**small(experiment) | {field_name: value})
+    except ParamsError as error:
+        refused = error.problems
+    assert all(p.kind == "rule" for p in refused)  # a bound is in range: only a rule may refuse it
+    if params is None:
+        return
+    watch, results = Watch(), []
+    with contextlib.suppress(Stopped):
+        results.append(experiment.run(params, make_run(3, on_progress=watch.report, check_stop=watch.check_stop)))
+    watch.report(1.0, None)
+    assert results or experiment.trains, f"more than {CAP_S} CPU seconds"  # only a training run has a deadline
+    assert watch.longest < CHUNK_S
+    assert watch.fractions == sorted(watch.fractions)
+    assert 0 <= watch.fractions[0] <= watch.fractions[-1] <= 1
+    if watch.last - watch.start < 2:  # recorded, a run takes several times as long
+        needed = peak_bytes(lambda: experiment.run(params, make_run(3)))
+        estimate = experiment.memory_bytes(params)
+        assert type(estimate) is int
+        overhead = 2**19  # Python's own objects, among them those of the profiler
+        assert needed <= estimate + overhead
+        assert estimate <= 20 * needed + 2**24  # an estimate far above refuses runs that would fit
+    for result in results:
+        assert all(math.isfinite(v) for v in result.metrics.values()), result.metrics
+        for table in result.tables.values():
+            for column in table.values():
+                assert column.dtype.kind != "f" or np.isfinite(column).all()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Words
+
+
+@pytest.fixture(scope="module")
+def strings() -> Strings:
+    return Strings(**yaml.safe_load((ROOT / "content" / "strings.yaml").read_text("utf-8")))
+
+
+@every_experiment
+def test_every_name_has_words(name, strings):
+    experiment, result = registry.get(name), default_run(name)
+    columns = {c for table in result.tables.values() for c in table}
+    wanted = set(experiment.Params.specs()) | set(experiment.metric_names) | columns
+    assert wanted - set(strings.names) == set()
+    series = {str(v) for t in result.tables.values() for c in t.values() if c.dtype.kind == "U" for v in c}
+    values = {v for s in experiment.Params.specs().values() if isinstance(s, ChoiceSpec) for v in s.values}
+    assert (series | values) - set(strings.choices) == set()
+
+
+@every_experiment
+def test_every_plot_has_a_title_and_the_summary_can_be_filled(name, strings):
+    experiment, result, words = registry.get(name), default_run(name), strings.experiments[name]
+    assert set(words.plots) == {p.name for p in experiment.plots}
+    for language in LANGUAGES:
+        summary = words.summary.get(language)
+        filled = summary.format(**result.metrics)
+        assert not set("{}") & set(filled)
+        assert filled != summary  # it tells numbers
+
+
+def test_every_rule_has_words(strings):
+    used = set()
+    for path in (ROOT / "engine").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "rule" and isinstance(node.value, ast.Constant):
+                used.add(node.value.value)
+    assert used
+    assert used - set(strings.rules) - {""} == set()

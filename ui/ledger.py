@@ -82,7 +82,9 @@ def _why_not(card: Card, claim: Claim, state_of: str) -> str:
     if state_of == "missing":
         return t("why_missing")
     if state_of == "stale":
-        return t(f"why_stale_{deck.staleness(card.id)[claim.id]}")  # t("why_stale_claim") t("why_stale_code") t("why_stale_missing")
+        return t(
+            f"why_stale_{deck.staleness(card.id)[claim.id]}"
+        )  # t("why_stale_claim") t("why_stale_code") t("why_stale_missing")
     if state_of == "fails":
         failed = prose.measured(card)[claim.id].failed_seeds
         return t("why_fails", seeds=", ".join(map(str, failed)))

@@ -164,7 +164,7 @@ def receipt(claim: Claim, verdict: Verdict, date: str, earlier: Receipt | None =
     )
     if earlier is None:
         return made
-    if earlier.holds and made.holds and (earlier.claim_hash, earlier.code_hash) == (made.claim_hash, made.code_hash):
+    if earlier.holds and (earlier.claim_hash, earlier.code_hash) == (made.claim_hash, made.code_hash):
         made = dataclasses.replace(made, tried=max(made.tried, earlier.tried))
     if (earlier.seeds, earlier.values) == (made.seeds, made.values):
         made = dataclasses.replace(made, date=earlier.date, seconds=earlier.seconds)

@@ -283,11 +283,12 @@ def test_an_undefined_value_is_written_as_null_and_read_as_nan(tmp_path):
 def test_counts_stay_exact(tmp_path):
     count = 343597383680.0
     made = dataclasses.replace(everything().claims["a-claim"], value=count, values=(count,) * 3)
-    lab = LabReceipt({"bytes": count}, {"t": {"x": np.array([2**40 + 1])}})
+    lab = LabReceipt({"bytes": count}, {"t": {"x": np.array([2**40 + 1]), "y": np.array([2.0**20 + 1])}})
     write("a-card", CardReceipts(HERE, {"a-claim": made}, {"a-lab": lab}), tmp_path)
     found = load("a-card", tmp_path)
     assert found.claims["a-claim"].value == found.labs["a-lab"].metrics["bytes"] == count
     assert found.labs["a-lab"].tables["t"]["x"].tolist() == [2**40 + 1]
+    assert found.labs["a-lab"].tables["t"]["y"].tolist() == [2**20 + 1]
 
 
 def test_a_card_that_was_never_run_has_no_receipts(tmp_path):

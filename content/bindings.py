@@ -1,12 +1,12 @@
-"""What stands in double braces: ``{{claim-id}}`` is a measured value, ``{{d_k}}`` a hole of a quiz item; and ``[@key]``.
+"""What stands in double braces: a measured value ``{{claim-id}}`` or a hole of a quiz item ``{{d_k}}``; and ``[@key]``.
 
-==================================  ==========================================================================================
-``{{claim-id}}``                    the claim's measured value; of a ``versus`` claim the ratio
-``{{claim-id:.1f}}``                how it is written: see docs/formats.md
-``{{claim-id / 4096:.0f}}``         one operation, + - * or /, with a number
-``{{d_k}}``                         a hole, filled with the value that was drawn; it may have a format as well
-``[@key]``                          a source
-==================================  ==========================================================================================
+===========================  =========================================================================================
+``{{claim-id}}``             the claim's measured value; of a ``versus`` claim the ratio
+``{{claim-id:.1f}}``         how it is written: see docs/formats.md
+``{{claim-id / 4096:.0f}}``  one operation, + - * or /, with a number
+``{{d_k}}``                  a hole, filled with the value that was drawn; it may have a format as well
+``[@key]``                   a source
+===========================  =========================================================================================
 
 A claim's id holds a hyphen, a hole's name does not. Between dollar signs and in code braces are TeX or code and stay.
 """
@@ -23,7 +23,12 @@ from content.expressions import evaluate
 from content.markdown import Fault, outside
 
 FORMAT = re.compile(r"\+?,?(?:\.\d{1,2})?[efgd%]?|bytes")
-OPERATIONS: dict[str, Callable[[float, float], float]] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+OPERATIONS: dict[str, Callable[[float, float], float]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
 
 _BRACES = re.compile(r"\{\{(?P<inside>[^{}\n]*)\}\}")
 _INSIDE = re.compile(
@@ -111,7 +116,10 @@ def citations(text: str) -> list[tuple[str, int]]:
 
 def _words(text: str, readable: str, start: int, end: int) -> Iterator[Piece | Fault]:
     for braces in re.finditer(r"\{\{|\}\}", readable[start:end]):
-        yield Fault(start + braces.start(), f"{braces[0]} without its partner on the same line; a binding is {{{{claim-id}}}} or {{{{claim-id:.1f}}}}")
+        yield Fault(
+            start + braces.start(),
+            f"{braces[0]} without its partner on the same line; a binding is {{{{claim-id}}}} or {{{{claim-id:.1f}}}}",
+        )
     for mark in re.finditer(r"\[@[^\]\n]*\]?", readable[start:end]):
         if not _CITATION.fullmatch(mark[0]):
             yield Fault(start + mark.start(), f"got {mark[0]}; a citation is [@key], one key of sources.yaml")
@@ -121,17 +129,26 @@ def _words(text: str, readable: str, start: int, end: int) -> Iterator[Piece | F
 def _piece(inside: str, offset: int, source: str) -> Binding | Hole | Fault:
     match = _INSIDE.fullmatch(inside)
     if not match:
-        return Fault(offset, f"got {source}; wanted {{{{claim-id}}}}, {{{{claim-id:format}}}} or {{{{claim-id / 4096:format}}}}")
+        return Fault(
+            offset, f"got {source}; wanted {{{{claim-id}}}}, {{{{claim-id:format}}}} or {{{{claim-id / 4096:format}}}}"
+        )
     name, spec = match["name"], (match["format"] or "").strip()
     if not FORMAT.fullmatch(spec):
-        return Fault(offset, f"got the format {spec!r} in {source}; wanted one such as .1f, .3g, ,.0f, %, .1% or bytes (docs/formats.md)")
+        return Fault(
+            offset,
+            f"got the format {spec!r} in {source}; wanted one such as .1f, .3g, ,.0f, %, .1% or bytes "
+            "(docs/formats.md)",
+        )
     op, number = match["op"] or match["glued"], match["operand"] or match["number"]
     if _HOLE.fullmatch(name):
         if op:
             return Fault(offset, f"got {source}; a hole takes no operation")
         return Hole(name, spec, source, offset)
     if not _CLAIM.fullmatch(name):
-        return Fault(offset, f"got {name!r} in {source}; a claim is kebab-case with a hyphen, a hole of a quiz item is snake_case")
+        return Fault(
+            offset,
+            f"got {name!r} in {source}; a claim is kebab-case with a hyphen, a hole of a quiz item is snake_case",
+        )
     if op is None:
         return Binding(name, None, None, spec, source, offset)
     try:
@@ -150,8 +167,8 @@ def _piece(inside: str, offset: int, source: str) -> Binding | Hole | Fault:
 def format_number(value: float, spec: str = "", language: str = "en") -> str:
     """A number as a text shows it.
 
-    ``spec`` is empty (whole numbers in full, else three digits), a Python number format, ``%`` (percent, three digits at
-    most) or ``bytes`` (in the largest unit of 1024 that fits).
+    ``spec`` is empty (whole numbers in full, else three digits), a Python number format, ``%`` (percent, three digits
+    at most) or ``bytes`` (in the largest unit of 1024 that fits).
     """
     if math.isnan(value):
         return "无定义" if language == "zh" else "undefined"

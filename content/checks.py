@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from content import expressions, speech
-from content.bindings import Hole, citations, scan
+from content.bindings import Hole, bindings, citations, scan
 from content.loader import Deck
 from content.problems import Path, Problem, choices
-from content.prose import TO_WRITE, Page, check_card_texts, check_text
+from content.prose import TO_WRITE, Page, check_card_texts, check_loose_texts, check_text
 from content.schema import LANGUAGES, Card, Cloze, Item, Numeric, Predict, Scalar, Shape, draws, texts
 from content.speech import spoken_seconds
 
@@ -39,6 +39,10 @@ def check_deck(deck: Deck, defaults: Defaults | None = None) -> list[Problem]:
     for card_id, card in deck.cards.items():
         page = Page(deck.documents[card_id])
         check_card(page, card, deck, known, defaults or {})
+        problems += page.problems
+    for name, claims in deck.loose.items():
+        page = Page(deck.documents[f"claims/{name}"])
+        check_loose_texts(page, claims, defaults or {})
         problems += page.problems
     problems += _across(deck)
     problems += _beside(deck, known)
@@ -63,6 +67,8 @@ def check_card(page: Page, card: Card, deck: Deck, known: set[str], defaults: De
     _spoken(page, card)
     for n, item in enumerate(card.quiz):
         _item(page, ("quiz", n), item, card)
+        if isinstance(item, Numeric) and item.unit != "1":
+            _known(page, ("quiz", n, "unit"), item.unit, deck.strings.units, "units in strings.yaml has")
     check_card_texts(page, card, defaults)
 
 
@@ -103,7 +109,11 @@ def _identity(page: Page, card: Card, deck: Deck) -> None:
         page.error(("id",), f"got {card.id!r} in the file {path.name}; name the file {card.id}.yaml, or change the id")
     inside = path.relative_to(deck.folder / "cards").parts
     if len(inside) != 2 or inside[0] != card.topic:
-        page.error(("topic",), f"got {card.topic!r} in the folder {'/'.join(inside[:-1]) or 'cards'}; the place is cards/{card.topic}/{card.id}.yaml")
+        page.error(
+            ("topic",),
+            f"got {card.topic!r} in the folder {'/'.join(inside[:-1]) or 'cards'}; the place is "
+            f"cards/{card.topic}/{card.id}.yaml",
+        )
     if card.topic not in deck.topics:
         page.error(("topic",), f"got {card.topic!r}; topics.yaml has {choices(card.topic, list(deck.topics), most=20)}")
     elif card.id not in deck.topics[card.topic].cards:
@@ -124,10 +134,14 @@ def _links(page: Page, card: Card, deck: Deck, known: set[str]) -> None:
             elif other == card.id:
                 page.error((name, n), "a card is not linked with itself")
             else:
-                _known(page, (name, n), other, sorted(known), "no such card, written or planned; topics.yaml has", most=5)
+                _known(
+                    page, (name, n), other, sorted(known), "no such card, written or planned; topics.yaml has", most=5
+                )
     for track_id in card.tracks:
         if track_id in deck.tracks and card.id not in deck.tracks[track_id].cards:
-            page.error(("tracks",), f"{track_id} does not list {card.id} in tracks.yaml; add it there, or delete it here")
+            page.error(
+                ("tracks",), f"{track_id} does not list {card.id} in tracks.yaml; add it there, or delete it here"
+            )
     for track_id, track in deck.tracks.items():
         if card.id in track.cards and track_id not in card.tracks:
             page.error(("tracks",), f"tracks.yaml lists this card in {track_id}; add it here, or delete it there")
@@ -177,11 +191,17 @@ def _counts(page: Page, card: Card) -> None:
         if len(getattr(card, name)) < least:
             page.error((name,), f"got {len(getattr(card, name))}; a card has at least {least}")
     if not any(c.limit for c in card.claims):
-        page.error(("claims",), "no claim has `limit: true`; one at least shows where the standard answer stops holding")
+        page.error(
+            ("claims",), "no claim has `limit: true`; one at least shows where the standard answer stops holding"
+        )
     items = made_items(card)
     kinds = {kind for kind, _ in items}
     if len(items) < LEAST_ITEMS:
-        page.error(("quiz",), f"got {len(items)} items with those made of mistakes, derivation and key points; a card has at least {LEAST_ITEMS}")
+        page.error(
+            ("quiz",),
+            f"got {len(items)} items with those made of mistakes, derivation and key points; a card has at least "
+            f"{LEAST_ITEMS}",
+        )
     if len(kinds) < LEAST_KINDS:
         page.error(("quiz",), f"got the kinds {', '.join(sorted(kinds))}; a card has at least {LEAST_KINDS} kinds")
     for name in ("key_points", "labs", "mistakes", "follow_ups", "quiz"):
@@ -204,7 +224,7 @@ def _counts(page: Page, card: Card) -> None:
 
 def _claims(page: Page, card: Card) -> None:
     used = {claim for _, claim in _claim_references(card)}
-    said = " ".join(text.en for _, text in texts(card))
+    used |= {binding.claim for _, text in texts(card) for binding in bindings(text.en)}
     runs: dict[str, int] = {}
     statements: dict[str, int] = {}
     for n, claim in enumerate(card.claims):
@@ -217,7 +237,10 @@ def _claims(page: Page, card: Card) -> None:
                 page.error(path, f"the same {what} as claims[{seen[key]}]; each claim carries a different sentence")
             seen.setdefault(key, n)
         if len(claim.seeds) == 1:
-            page.error((*path, "seeds"), "got one seed, which may be a lucky one; write [] where nothing is random, else several")
+            page.error(
+                (*path, "seeds"),
+                "got one seed, which may be a lucky one; write [] where nothing is random, else several",
+            )
         if claim.fails_when is None:
             page.warn(path, "no fails_when: name one change of params under which the claim must fail")
         elif all(claim.params.get(k) == v for k, v in claim.fails_when.items()):
@@ -230,7 +253,7 @@ def _claims(page: Page, card: Card) -> None:
             page.error((*path, "expect"), f"got {claim.expect.kind}; a wall-clock time is only bounded on one side")
         if claim.replaces == claim.id:
             page.error((*path, "replaces"), "a claim does not replace itself; the correction has an id of its own")
-        if claim.id not in used and f"{{{{{claim.id}" not in said.replace("{{ ", "{{"):
+        if claim.id not in used:
             page.warn((*path, "id"), "no step, mistake, follow-up, item or text of the card uses this claim")
 
 
@@ -245,35 +268,58 @@ def _points(page: Page, card: Card) -> None:
                     page.error((*path, i), "a phrase of punctuation only is in every text")
             if any(TO_WRITE in phrase for group in point.says.get(language) for phrase in group):
                 continue
-            if point.must and TO_WRITE not in card.short_answer.get(language) and not speech.makes(card.short_answer.get(language), point, language):
-                missing = [" / ".join(g) for g in point.says.get(language) if not speech.says(card.short_answer.get(language), (g,))]
+            if (
+                point.must
+                and TO_WRITE not in card.short_answer.get(language)
+                and not speech.makes(card.short_answer.get(language), point, language)
+            ):
+                missing = [
+                    " / ".join(g)
+                    for g in point.says.get(language)
+                    if not speech.says(card.short_answer.get(language), (g,))
+                ]
                 why = f"nothing of: {'; '.join(missing)}" if missing else "it says what not_says takes back"
-                page.error(path, f"the short answer does not say this point ({why}); say it there, or let `says` know the words")
+                page.error(
+                    path,
+                    f"the short answer does not say this point ({why}); say it there, or let `says` know the words",
+                )
             for m, mistake in enumerate(card.mistakes):
                 if speech.makes(mistake.wrong.get(language), point, language):
                     report = page.error if point.must else page.warn
-                    report(("mistakes", m, "wrong", language), f"this wrong sentence says the key point {point.id}; make its `says` stricter, or add `not_says`")
+                    report(
+                        ("mistakes", m, "wrong", language),
+                        f"this wrong sentence says the key point {point.id}; make its `says` stricter, or add "
+                        "`not_says`",
+                    )
 
 
 def _steps(page: Page, card: Card) -> None:
-    pattern = {"en": r"\b(as above|as before|see above|previous step|last step|the above)\b", "zh": "同上|如上|上一步|前一步|上述|上式|上面"}
+    pattern = {
+        "en": r"\b(as above|as before|see above|previous step|last step|the above)\b",
+        "zh": "同上|如上|上一步|前一步|上述|上式|上面",
+    }
     for n, step in enumerate(card.derivation):
         for name in ("step", "because"):
             for language in LANGUAGES:
                 if m := re.search(pattern[language], getattr(step, name).get(language), re.IGNORECASE):
-                    page.error(("derivation", n, name, language), f"{m[0]!r}: steps are put in order one by one; each stands by itself", offset=m.start())
+                    page.error(
+                        ("derivation", n, name, language),
+                        f"{m[0]!r}: steps are put in order one by one; each stands by itself",
+                        offset=m.start(),
+                    )
 
 
 def _spoken(page: Page, card: Card) -> None:
     for language in LANGUAGES:
-        try:
-            length = speech.spoken_units(card.spoken.get(language), language)
-        except ValueError:
-            continue  # its braces are reported already
+        length = speech.spoken_units(card.spoken.get(language), language)
         limit, unit = speech.LIMIT[language], "words" if language == "en" else "units"
         if length > limit:
             report = page.error if length > speech.TOLERANCE * limit else page.warn
-            report(("spoken", language), f"{length} {unit}, about {spoken_seconds(card.spoken.get(language), language):.0f} s; at most {limit} {unit} are 30 s")
+            report(
+                ("spoken", language),
+                f"{length} {unit}, about {spoken_seconds(card.spoken.get(language), language):.0f} s; at most "
+                f"{limit} {unit} are 30 s",
+            )
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -290,7 +336,10 @@ def _item(page: Page, path: Path, item: Item, card: Card) -> None:
     elif isinstance(item, Predict):
         claim = next((c for c in card.claims if c.id == item.claim), None)
         if claim and item.ask == "direction" and claim.versus is None:
-            page.error((*path, "ask"), f"got direction; {item.claim} compares nothing. Ask for the value, or give the claim a versus")
+            page.error(
+                (*path, "ask"),
+                f"got direction; {item.claim} compares nothing. Ask for the value, or give the claim a versus",
+            )
     elif isinstance(item, Cloze):
         _cloze(page, path, item)
     groups: Sequence[tuple[Path, Any]] = ()
@@ -313,7 +362,10 @@ def _vary(page: Page, path: Path, item: Numeric | Shape) -> None:
     for language in LANGUAGES:
         holes = {p.name for p in scan(item.prompt.get(language)) if isinstance(p, Hole)}
         if (unsaid := sorted(names[0] - holes)) and TO_WRITE not in item.prompt.get(language):
-            page.error((*path, "prompt", language), f"does not say the drawn values of {', '.join(unsaid)}; write {{{{{unsaid[0]}}}}}")
+            page.error(
+                (*path, "prompt", language),
+                f"does not say the drawn values of {', '.join(unsaid)}; write {{{{{unsaid[0]}}}}}",
+            )
 
 
 def _numeric(page: Page, path: Path, item: Numeric, card: Card) -> None:
@@ -324,9 +376,17 @@ def _numeric(page: Page, path: Path, item: Numeric, card: Card) -> None:
     if claim is None or _unwritten(claim.experiment):
         return
     if claim.expect.is_one_sided:
-        page.error((*path, "answer_from"), f"{claim.id} expects {claim.expect.kind}, which no answer can miss on the other side; take a claim with a value")
+        page.error(
+            (*path, "answer_from"),
+            f"{claim.id} expects {claim.expect.kind}, which no answer can miss on the other side; take a claim "
+            "with a value",
+        )
     if claim.expect.rel_tol is not None and item.rel_tol < claim.expect.rel_tol:
-        page.error((*path, "rel_tol"), f"got {item.rel_tol:g}; {claim.id} itself is only sure to {claim.expect.rel_tol:g}, so right answers would be refused")
+        page.error(
+            (*path, "rel_tol"),
+            f"got {item.rel_tol:g}; {claim.id} itself is only sure to {claim.expect.rel_tol:g}, so right answers "
+            "would be refused",
+        )
 
 
 def _answer(page: Page, path: Path, item: Shape) -> None:
@@ -335,7 +395,9 @@ def _answer(page: Page, path: Path, item: Shape) -> None:
         try:
             value = expressions.evaluate(item.answer, {k: v for k, v in draw.items() if not isinstance(v, (str, bool))})
             if isinstance(value, tuple) != (item.kind == "shape"):
-                page.error((*path, "answer"), f"got {item.answer!r}; a shape is a tuple, (n, d), and a count is one expression")
+                page.error(
+                    (*path, "answer"), f"got {item.answer!r}; a shape is a tuple, (n, d), and a count is one expression"
+                )
                 return
             for part in value if isinstance(value, tuple) else (value,):
                 if expressions.whole(part) < 0:
@@ -365,7 +427,9 @@ def _cloze(page: Page, path: Path, item: Cloze) -> None:
 def filled(item: Cloze, options: Sequence[str]) -> str:
     """The code with its holes filled; backticks around an option are the text's, not the code's."""
     parts = item.code.split("___")
-    return "".join(itertools.chain.from_iterable(zip(parts, [*(o.strip().strip("`") for o in options), ""], strict=True)))
+    return "".join(
+        itertools.chain.from_iterable(zip(parts, [*(o.strip().strip("`") for o in options), ""], strict=True))
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -382,14 +446,24 @@ def _across(deck: Deck) -> Iterator[Problem]:
         document = deck.documents[owner]
         for n, claim in enumerate(claims):
             if claim.id in first and claim.id != TO_LINK:
-                yield document.problem(("claims", n, "id"), f"got {claim.id!r}, which is a claim of {first[claim.id]} as well; claims are unique in the deck")
+                yield document.problem(
+                    ("claims", n, "id"),
+                    f"got {claim.id!r}, which is a claim of {first[claim.id]} as well; claims are unique in the deck",
+                )
             first.setdefault(claim.id, owner)
             if claim.replaces and claim.replaces not in ids:
-                yield document.problem(("claims", n, "replaces"), f"got {claim.replaces!r}; no claim has this id (did it not stay?)")
+                yield document.problem(
+                    ("claims", n, "replaces"), f"got {claim.replaces!r}; no claim has this id (did it not stay?)"
+                )
             if owner.startswith("claims/") and claim.experiment != owner.removeprefix("claims/"):
-                yield document.problem(("claims", n, "experiment"), f"got {claim.experiment!r}; the file holds claims of {owner.removeprefix('claims/')}")
+                yield document.problem(
+                    ("claims", n, "experiment"),
+                    f"got {claim.experiment!r}; the file holds claims of {owner.removeprefix('claims/')}",
+                )
     for circle in _circles({card_id: card.prerequisites for card_id, card in deck.cards.items()}):
-        yield deck.documents[circle[0]].problem(("prerequisites",), f"a circle: {' → '.join([*circle, circle[0]])}; a card is learned before the next")
+        yield deck.documents[circle[0]].problem(
+            ("prerequisites",), f"a circle: {' → '.join([*circle, circle[0]])}; a card is learned before the next"
+        )
 
 
 def _circles(graph: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
@@ -421,7 +495,13 @@ def cited_sources(deck: Deck) -> set[str]:
 def _beside(deck: Deck, known: set[str]) -> list[Problem]:
     """topics, tracks, glossary, sources, strings: what is wrong inside them."""
     problems: list[Problem] = []
-    parts: dict[str, Any] = {"topics": dict(deck.topics), "tracks": dict(deck.tracks), "glossary": dict(deck.glossary), "sources": dict(deck.sources), "strings": deck.strings}
+    parts: dict[str, Any] = {
+        "topics": dict(deck.topics),
+        "tracks": dict(deck.tracks),
+        "glossary": dict(deck.glossary),
+        "sources": dict(deck.sources),
+        "strings": deck.strings,
+    }
     for name, part in parts.items():
         page = Page(deck.documents[name])
         for path, text in texts(part):
@@ -431,13 +511,23 @@ def _beside(deck: Deck, known: set[str]) -> list[Problem]:
         elif name == "tracks":
             for track_id, track in deck.tracks.items():
                 for n, card in enumerate(track.cards):
-                    _known(page, (track_id, "cards", n), card, sorted(known), "no such card, written or planned; topics.yaml has", most=5)
+                    _known(
+                        page,
+                        (track_id, "cards", n),
+                        card,
+                        sorted(known),
+                        "no such card, written or planned; topics.yaml has",
+                        most=5,
+                    )
                     if card in track.cards[:n]:
                         page.error((track_id, "cards", n), f"{card} stands here twice")
         elif name in ("glossary", "sources"):
             for before, after in itertools.pairwise(part):
                 if after < before:
-                    page.error((after,), f"stands behind {before}; keys are in alphabetical order, so that nobody enters one twice")
+                    page.error(
+                        (after,),
+                        f"stands behind {before}; keys are in alphabetical order, so that nobody enters one twice",
+                    )
         if name == "glossary":
             _glossary(page, deck)
         problems += page.problems
@@ -459,7 +549,10 @@ def _glossary(page: Page, deck: Deck) -> None:
         for language in LANGUAGES:
             word = (language, term.term.get(language).casefold())
             if word in first:
-                page.error((key, "term", language), f"{term.term.get(language)!r} is a term of {first[word]} as well; a term stands once")
+                page.error(
+                    (key, "term", language),
+                    f"{term.term.get(language)!r} is a term of {first[word]} as well; a term stands once",
+                )
             first.setdefault(word, key)
         for place, text in ((("meaning", "en"), term.meaning.en), (("paper",), term.paper or "")):
             for source, _ in citations(text):

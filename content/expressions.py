@@ -1,4 +1,4 @@
-"""Arithmetic that an author or a reader types: numbers, names, + - * / // % **, min and max. Nothing of it is ever executed."""
+"""Arithmetic that an author or a reader types: numbers, names, + - * / // % **, min, max. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ def names_in(text: str) -> set[str]:
     Raises: ValueError.
     """
     called = {id(n.func) for n in ast.walk(_parse(text)) if isinstance(n, ast.Call)}
-    return {n.id for n in ast.walk(_parse(text)) if isinstance(n, ast.Name) and id(n) not in called and n.id not in _FUNCTIONS}
+    return {
+        n.id
+        for n in ast.walk(_parse(text))
+        if isinstance(n, ast.Name) and id(n) not in called and n.id not in _FUNCTIONS
+    }
 
 
 def whole(value: Value) -> int:
@@ -84,14 +88,22 @@ def _step(node: ast.expr, names: Mapping[str, Value], text: str) -> Value:
         return _bounded(node.value, text)  # type: ignore[arg-type]
     if isinstance(node, ast.Name):
         if node.id not in names:
-            raise ValueError(f"{text!r}: no such name as {node.id!r}" + (f"; there is {', '.join(sorted(names))}" if names else ""))
+            raise ValueError(
+                f"{text!r}: no such name as {node.id!r}" + (f"; there is {', '.join(sorted(names))}" if names else "")
+            )
         return names[node.id]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, names, text)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = _value(node.left, names, text), _value(node.right, names, text)
         return _bounded(_OPERATORS[type(node.op)](left, right), text)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and node.args and not node.keywords:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in _FUNCTIONS
+        and node.args
+        and not node.keywords
+    ):
         return _FUNCTIONS[node.func.id](_value(a, names, text) for a in node.args)
     raise ValueError(f"{text!r}: only numbers, names, + - * / // % **, min, max and brackets are read here")
 

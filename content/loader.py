@@ -74,14 +74,15 @@ def load_card(path: str | os.PathLike[str]) -> Card:
 
 
 def load_deck(folder: str | os.PathLike[str] = HOME) -> Deck:
-    """Read a content folder. A bad card is listed in ``broken``; the others load. A file beside the cards that the folder
-    lacks is the project's own.
+    """Read a content folder. A bad card is listed in ``broken``; the others load. A file beside the cards that the
+    folder lacks is the project's own.
 
-    Raises: ContentError for a folder that does not exist, and for a bad topics, tracks, glossary, sources or strings file.
+    Raises: ContentError for a folder that does not exist, and for a bad topics, tracks, glossary, sources or strings.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ContentError([Problem(display(folder), 1, 1, "", "no such folder; wanted one with cards/<topic>/<id>.yaml in it")])
+        got = "got a file" if folder.exists() else "no such folder"
+        raise ContentError([Problem(display(folder), 1, 1, "", f"{got}; wanted a folder with cards/<topic>/<id>.yaml")])
     cards: dict[str, Card] = {}
     loose: dict[str, tuple[Claim, ...]] = {}
     broken: list[BrokenFile] = []
@@ -93,7 +94,13 @@ def load_deck(folder: str | os.PathLike[str] = HOME) -> Deck:
             card, document = _load(path, Card)
             if card.id in cards:
                 first = display(paths[card.id])
-                raise ContentError([document.problem(("id",), f"got {card.id!r}, which is the id of {first} as well; ids are unique in the deck")])
+                raise ContentError(
+                    [
+                        document.problem(
+                            ("id",), f"got {card.id!r}, which is the id of {first} as well; ids are unique in the deck"
+                        )
+                    ]
+                )
         except ContentError as error:
             broken.append(BrokenFile(path, error.problems))
         else:
@@ -104,7 +111,11 @@ def load_deck(folder: str | os.PathLike[str] = HOME) -> Deck:
         except ContentError as error:
             broken.append(BrokenFile(path, error.problems))
         else:
-            loose[path.stem], paths[f"claims/{path.stem}"], documents[f"claims/{path.stem}"] = claims.claims, path, document
+            loose[path.stem], paths[f"claims/{path.stem}"], documents[f"claims/{path.stem}"] = (
+                claims.claims,
+                path,
+                document,
+            )
     return Deck(folder, cards, tuple(broken), **beside, loose=loose, paths=paths, documents=documents)
 
 
@@ -123,7 +134,9 @@ def parse(text: str | bytes, file: str, kind: Any = Card) -> tuple[Any, Document
         value = TypeAdapter(kind).validate_python(document.data)
     except ValidationError as error:
         said = list(_schema_problems(error, document, kind))
-        problems += [p for p in said if not any(p.where == w or p.where.startswith((f"{w}.", f"{w}[")) for w in refused if w)]
+        problems += [
+            p for p in said if not any(p.where == w or p.where.startswith((f"{w}.", f"{w}[")) for w in refused if w)
+        ]
         raise ContentError(problems) from None
     if problems:
         raise ContentError(problems)
@@ -194,7 +207,9 @@ def _load(path: Path, kind: type[T] | Any) -> tuple[Any, Document]:
 
 def _bytes(path: Path, file: str, size: int) -> bytes:
     if not path.is_file():
-        raise ContentError([Problem(file, 1, 1, "", f"got a {'folder' if path.is_dir() else 'special file'}; wanted a file")])
+        raise ContentError(
+            [Problem(file, 1, 1, "", f"got a {'folder' if path.is_dir() else 'special file'}; wanted a file")]
+        )
     if path.suffix != ".yaml":
         raise ContentError([Problem(file, 1, 1, "", f"got the ending {path.suffix!r}; wanted .yaml")])
     too_large = f"larger than {MAX_BYTES // 1_000_000} MB, not read; one file is one card"
@@ -211,7 +226,9 @@ def _bytes(path: Path, file: str, size: int) -> bytes:
 
 
 def _unreadable(file: str, error: OSError) -> ContentError:
-    mend = {FileNotFoundError: "no such file", PermissionError: "no permission to read it; chmod +r"}.get(type(error), error.strerror or str(error))
+    mend = {FileNotFoundError: "no such file", PermissionError: "no permission to read it; chmod +r"}.get(
+        type(error), error.strerror or str(error)
+    )
     return ContentError([Problem(file, 1, 1, "", f"can't be read: {mend}")])
 
 
@@ -238,7 +255,7 @@ def _schema_problems(error: ValidationError, document: Document, kind: Any) -> I
 
 
 def _path(loc: tuple[str | int, ...], document: Document) -> Place:
-    """The place in the file: pydantic's names of union branches are left out; what is missing keeps its name at the end."""
+    """The place in the file, without pydantic's names of union branches; what is missing keeps its name at the end."""
     path: Place = ()
     for n, part in enumerate(loc):
         if (*path, part) in document.marks or n == len(loc) - 1:
@@ -269,10 +286,16 @@ def _plain(detail: ErrorDetails, kind: Any) -> str:
         case "value_error":
             return str(ctx["error"])
         case "string_pattern_mismatch":
-            return f"got {got}; wanted {_PATTERNS.get(str(ctx.get('pattern')), 'the pattern ' + str(ctx.get('pattern')))}"
+            return (
+                f"got {got}; wanted {_PATTERNS.get(str(ctx.get('pattern')), 'the pattern ' + str(ctx.get('pattern')))}"
+            )
         case "string_too_short" | "too_short":
             least = ctx.get("min_length", 1)
-            return "is empty" if detail["type"] == "string_too_short" else f"got {len(detail['input']) or 'no'} entries; at least {least} wanted"
+            return (
+                "is empty"
+                if detail["type"] == "string_too_short"
+                else f"got {len(detail['input']) or 'no'} entries; at least {least} wanted"
+            )
         case "string_too_long" | "too_long":
             return f"longer than {ctx.get('max_length')}; cut it or split it"
         case other:
@@ -300,7 +323,7 @@ def _missing(detail: ErrorDetails, kind: Any, name: str) -> str:
 
 _PATTERNS = {
     r"^[a-z0-9]+(-[a-z0-9]+)*$": "kebab-case: small letters, digits and hyphens, as in sdpa-scale-sqrt-dk",
-    r"^[a-z0-9]+(-[a-z0-9]+)+$": "kebab-case of at least two words, as in variance-is-dk (one word would be a quiz item's hole)",
+    r"^[a-z0-9]+(-[a-z0-9]+)+$": "kebab-case of at least two words, as in variance-is-dk",
     r"^[a-z][A-Za-z0-9]*(_[A-Za-z0-9]+)*$": "snake_case, as in kv_len or qk_variance",
     r"^\d{4}-\d{2}-\d{2}$": "a date as 2026-01-31",
 }
@@ -340,5 +363,3 @@ def _tagged(kind: Any, tag: str | int) -> bool:
     if isinstance(kind, type) and issubclass(kind, BaseModel) and "kind" in kind.model_fields:
         return tag in typing.get_args(kind.model_fields["kind"].annotation)
     return False
-
-

@@ -1,7 +1,8 @@
-"""Where prose is prose: the parts of a Markdown text that are code or formulas, and what draws otherwise than it reads."""
+"""The parts of a Markdown text that are code or formulas, and what draws otherwise than it reads."""
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -49,12 +50,14 @@ class Fault:
     message: str
 
 
-def spans(text: str) -> list[Span]:
+@functools.lru_cache(4096)  # each check looks at the same texts
+def spans(text: str) -> tuple[Span, ...]:
     """Code and formulas of a text, in order."""
     kinds = ("fence", "code", "escape", "display", "math")
-    return [Span(next(k for k in kinds if m[k]), m.start(), m.end(), m[0]) for m in _SPAN.finditer(text)]
+    return tuple(Span(next(k for k in kinds if m[k]), m.start(), m.end(), m[0]) for m in _SPAN.finditer(text))
 
 
+@functools.lru_cache(4096)
 def outside(text: str, *, math: bool = True) -> str:
     """The text with code (and, with ``math``, formulas) blanked; every other character keeps its place."""
     for span in spans(text):
@@ -65,7 +68,11 @@ def outside(text: str, *, math: bool = True) -> str:
 
 def formulas(text: str) -> list[str]:
     """The formulas of a text, without what may differ between languages: spaces, and words in \\text."""
-    return [re.sub(r"\s+", "", re.sub(r"\\(text|mathrm|operatorname)\{[^{}]*\}", r"\\\1{}", s.tex)) for s in spans(text) if s.is_math]
+    return [
+        re.sub(r"\s+", "", re.sub(r"\\(text|mathrm|operatorname)\{[^{}]*\}", r"\\\1{}", s.tex))
+        for s in spans(text)
+        if s.is_math
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -80,31 +87,59 @@ def faults(text: str, language: str) -> Iterator[Fault]:
     plain = outside(text)
     for m in re.finditer(r"(?<!\\)\\[()\[\]]", plain):
         yield Fault(m.start(), f"{m[0]} is not drawn as a formula; write $...$, or $$ on lines of its own")
-    for m in re.finditer(r"</?(?:a|b|br|center|details|div|em|font|h[1-6]|i|iframe|img|li|ol|p|pre|script|span|strong|style|sub|summary|sup|svg|table|td|tr|u|ul)\b[^<>]*>", plain, re.I):
+    for m in re.finditer(
+        r"</?(?:a|b|br|center|details|div|em|font|h[1-6]|i|iframe|img|li|ol|p|pre|script|span|strong|style|sub|summary|sup|svg|table|td|tr|u|ul)\b[^<>]*>",
+        plain,
+        re.I,
+    ):
         yield Fault(m.start(), f"{m[0]} is HTML, which is shown as text; write Markdown")
     for paragraph in re.finditer(r"(?:[^\n]|\n(?!\n))+", plain):
         tildes = [m.start() for m in re.finditer(r"(?<!\\)~+", paragraph[0])]
         if len(tildes) > 1:
-            yield Fault(paragraph.start() + tildes[0], "two ~ in a paragraph strike out what is between them; write a range as 3–5, in Chinese 3 到 5, and 'about' in words")
+            yield Fault(
+                paragraph.start() + tildes[0],
+                "two ~ in a paragraph strike out what is between them; write a range as 3–5, in Chinese 3 到 5, "
+                "and 'about' in words",
+            )
     yield from _chinese(plain) if language == "zh" else _english(plain)
     for m in re.finditer(r"[\uff10-\uff19\uff21-\uff3a\uff41-\uff5a]+", plain):
-        yield Fault(m.start(), f"{m[0]} is in full-width letters or digits; write {unicodedata.normalize('NFKC', m[0])}")
+        yield Fault(
+            m.start(), f"{m[0]} is in full-width letters or digits; write {unicodedata.normalize('NFKC', m[0])}"
+        )
 
 
 def _dollars(text: str) -> Iterator[Fault]:
     for span in spans(text):
         if span.kind == "display":
-            alone = text[text.rfind("\n", 0, span.start) + 1 : span.start].strip() == "" and text[span.end :].split("\n")[0].strip() == ""
+            alone = (
+                text[text.rfind("\n", 0, span.start) + 1 : span.start].strip() == ""
+                and text[span.end :].split("\n")[0].strip() == ""
+            )
             if not (alone and span.tex.startswith("\n") and span.tex.rstrip(" ").endswith("\n")):
-                yield Fault(span.start, "$$ inside a line is drawn small or not at all; put each $$ on a line of its own, or write $...$")
+                yield Fault(
+                    span.start,
+                    "$$ inside a line is drawn small or not at all; put each $$ on a line of its own, or write $...$",
+                )
         if span.kind == "fence" and not re.search(r"\n *(?:```|~~~) *$", span.text):
             yield Fault(span.start, "a code block that is never closed; end it with ``` on a line of its own")
         elif span.kind == "math":
             tex, after = span.tex, text[span.end : span.end + 1]
-            if re.match(r"\d[\d.,]*(?:\s+[A-Za-z\u4e00-\u9fff]|[\u4e00-\u9fff，。、])", tex) or after.isdigit() or tex != tex.strip():
-                yield Fault(span.start, f"{span.text} is read as a formula; a price is written \\$5, and a formula has no space next to its $")
+            if (
+                re.match(r"\d[\d.,]*(?:\s+[A-Za-z\u4e00-\u9fff]|[\u4e00-\u9fff，。、])", tex)
+                or after.isdigit()
+                or tex != tex.strip()
+            ):
+                yield Fault(
+                    span.start,
+                    f"{span.text} is read as a formula; a price is written \\$5, and a formula has no space next "
+                    "to its $",
+                )
             elif "{{" in tex:
-                yield Fault(span.start, "{{ inside a formula: a measured value stands outside the dollar signs ($x \\approx$ {{claim-id}}), and TeX can write { {")
+                yield Fault(
+                    span.start,
+                    "{{ inside a formula: a measured value stands outside the dollar signs ($x \\approx$ "
+                    "{{claim-id}}), and TeX can write { {",
+                )
     for m in re.finditer(r"(?<!\\)\$+", outside(text)):
         yield Fault(m.start(), "a $ without its partner in this paragraph; a price is written \\$5")
 
@@ -133,13 +168,24 @@ def _emphasis(text: str) -> Iterator[Fault]:
         if m[0] in opened:
             start = opened.pop(m[0])
             if re.match(f"[{POINT}”’…—]", before):
-                yield Fault(m.start() - 1, f"emphasis ends on {before}, and then its asterisks are printed; move {before} behind them")
+                yield Fault(
+                    m.start() - 1,
+                    f"emphasis ends on {before}, and then its asterisks are printed; move {before} behind them",
+                )
             elif not right or "\n\n" in plain[start : m.start()]:
-                yield Fault(m.start(), f"these asterisks are printed, not drawn: they stand between {before!r} and {after!r}; end the emphasis on a letter, or put a space behind it")
+                yield Fault(
+                    m.start(),
+                    f"these asterisks are printed, not drawn: they stand between {before!r} and {after!r}; end "
+                    "the emphasis on a letter, or put a space behind it",
+                )
         else:
             opened[m[0]] = m.start()
             if not left:
-                yield Fault(m.start(), f"these asterisks are printed, not drawn: they stand between {before!r} and {after!r}; begin the emphasis with a letter, or put a space before it")
+                yield Fault(
+                    m.start(),
+                    f"these asterisks are printed, not drawn: they stand between {before!r} and {after!r}; begin "
+                    "the emphasis with a letter, or put a space before it",
+                )
                 opened.pop(m[0])
     for start in opened.values():
         yield Fault(start, "asterisks without their partner; a star is written \\*, a product in $...$")
@@ -153,17 +199,29 @@ _HALF = {",": "，", ";": "；", ":": "：", "?": "？", "!": "！", ".": "。",
 
 
 def _chinese(plain: str) -> Iterator[Fault]:
-    for m in re.finditer(rf"(?<=[{HAN}])[,;:?!](?![/\d])|[,;:?!] ?(?=[{HAN}])|(?<=[{HAN}])\.(?!\w)|(?<=[{HAN}])[()\"']|[()\"'](?=[{HAN}])", plain):
+    for m in re.finditer(
+        rf"(?<=[{HAN}])[,;:?!](?![/\d])|[,;:?!] "
+        rf"?(?=[{HAN}])|(?<=[{HAN}])\.(?!\w)|(?<=[{HAN}])[()\"']|[()\"'](?=[{HAN}])",
+        plain,
+    ):
         mark = m[0].strip()
         if mark == ":" and plain[m.start() - 1 : m.start()] == ":":
             continue
         yield Fault(m.start(), f"{mark} next to Chinese; write {_HALF[mark]}")
+    for m in re.finditer(rf"(?<=[^\s.{HAN}])[.?!](?=\s*(?:\n\n|\Z)| ?[{HAN}])", plain):
+        line = plain[plain.rfind("\n", 0, m.start()) + 1 : m.start()]
+        if re.search(rf"[{HAN}]", line) or (m[0] != "." and re.search(rf"[{HAN}]", plain)):
+            yield Fault(m.start(), f"{m[0]} ends a Chinese sentence; write {_HALF[m[0]]}")
     for m in re.finditer(rf"(?<=[{HAN}])\.\.\.|\.\.\.(?=[{HAN}])", plain):
         yield Fault(m.start(), "... next to Chinese; write ……")
 
 
 def _english(plain: str) -> Iterator[Fault]:
     for m in re.finditer(rf"[{POINT}]", plain):
-        yield Fault(m.start(), f"{m[0]} is full-width, in English; write {unicodedata.normalize('NFKC', m[0]).replace('。', '.').replace('、', ',')}")
+        yield Fault(
+            m.start(),
+            f"{m[0]} is full-width, in English; write "
+            f"{unicodedata.normalize('NFKC', m[0]).replace('。', '.').replace('、', ',')}",
+        )
     for m in re.finditer(rf"[{HAN}]+", plain):
         yield Fault(m.start(), f"{m[0]} is Chinese, in English")

@@ -35,27 +35,103 @@ _DIGITS = re.compile(rf"(?<![A-Za-z0-9_.])(?<![A-Za-z][-‑]){_NUM}")
 _EN = {
     w: n
     for n, w in enumerate(
-        ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty")
+        (
+            "zero",
+            "one",
+            "two",
+            "three",
+            "four",
+            "five",
+            "six",
+            "seven",
+            "eight",
+            "nine",
+            "ten",
+            "eleven",
+            "twelve",
+            "thirteen",
+            "fourteen",
+            "fifteen",
+            "sixteen",
+            "seventeen",
+            "eighteen",
+            "nineteen",
+            "twenty",
+        )
     )
-} | {"thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90, "hundred": 100, "thousand": 1000}
-_PARTS = {"third": 3, "quarter": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10, "hundredth": 100, "thousandth": 1000}
-_HAN = {"零": 0, "一": 1, "二": 2, "两": 2, "三": 3, "四": 4, "五": 5, "六": 6, "七": 7, "八": 8, "九": 9, "十": 10, "百": 100, "千": 1000, "万": 10000}
+} | {
+    "thirty": 30,
+    "forty": 40,
+    "fifty": 50,
+    "sixty": 60,
+    "seventy": 70,
+    "eighty": 80,
+    "ninety": 90,
+    "hundred": 100,
+    "thousand": 1000,
+}
+_PARTS = {
+    "third": 3,
+    "quarter": 4,
+    "fifth": 5,
+    "sixth": 6,
+    "seventh": 7,
+    "eighth": 8,
+    "ninth": 9,
+    "tenth": 10,
+    "hundredth": 100,
+    "thousandth": 1000,
+}
+_HAN = {
+    "零": 0,
+    "一": 1,
+    "二": 2,
+    "两": 2,
+    "三": 3,
+    "四": 4,
+    "五": 5,
+    "六": 6,
+    "七": 7,
+    "八": 8,
+    "九": 9,
+    "十": 10,
+    "百": 100,
+    "千": 1000,
+    "万": 10000,
+}
 HAN_NUMBER = f"[{''.join(_HAN)}]+"
 EN_NUMBER = rf"(?:{'|'.join(w for w in _EN if w != 'zero')})(?:[- ](?:{'|'.join(w for w in _EN if w != 'zero')}))?"
 
 _SIZES = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-_SCALES = {"thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12, "千": 1e3, "万": 1e4, "百万": 1e6, "亿": 1e8, "万亿": 1e12}
+_SCALES = {
+    "thousand": 1e3,
+    "million": 1e6,
+    "billion": 1e9,
+    "trillion": 1e12,
+    "千": 1e3,
+    "万": 1e4,
+    "百万": 1e6,
+    "亿": 1e8,
+    "万亿": 1e12,
+}
 _SCALE = re.compile(r"\s*(thousand|million|billion|trillion|万亿|百万|亿|万|千)")
 _SIZE = re.compile(r"\s*(?:([KMGTP])(i?)B\b|(bytes?)\b|(字节))")
 _SHARE = re.compile(r"\s*(?:%|percent\b|per cent\b|个百分点)")
 _PRODUCT = rf"(?!\s*(?:[\d(]|{BLANK}))"  # not the sign of a product: 32 × 4096, 2 times $1/\sqrt{d_k}$
-_TIMES = re.compile(rf"\s*(?:times\b{_PRODUCT}|[x×](?![A-Za-z]){_PRODUCT}|[-‑ ]?fold\b|多?倍|(?P<orders>个数量级|orders? of magnitude\b))")
+_TIMES = re.compile(
+    rf"\s*(?:times\b{_PRODUCT}|[x×](?![A-Za-z]){_PRODUCT}|[-‑ ]?fold\b|多?倍|(?P<orders>个数量级|orders? of "
+    rf"magnitude\b))"
+)
 _FORMATS = re.compile(r"[-‑ ]?bits?\b|\s?位(?![置数移])")
 _QUANTILE = re.compile(r"\s?(?:分位|百分位)")
-_ABOUT = re.compile(r"(?:about|around|roughly|some|nearly|almost|approximately|约|大约|左右|近|接近)\s*(?:a\s+)?$", re.IGNORECASE)
+_ABOUT = re.compile(
+    r"(?:about|around|roughly|some|nearly|almost|approximately|约|大约|左右|近|接近)\s*(?:a\s+)?$", re.IGNORECASE
+)
 _PLACE = re.compile(
-    r"(?:(?:sections?|§+|tables?|figures?|fig\.|footnotes?|eqs?\.|equations?|chapters?|appendix|steps?|versions?|layers?|theorem|definition|algorithm|lecture|page)\s?"
-    r"|(?:Llama|GPT|Gemma|Qwen|DeepSeek|Grok|Granite|Swin|Mistral|Phi|PaLM|Python|PyTorch|torch|CUDA|BERT|OPT|ViT|Claude|Keras)[- ]?[Vv]?"
+    r"(?:(?:sections?|§+|tables?|figures?|fig\.|footnotes?|eqs?\.|equations?|chapters?|appendix|steps?|versions?|layers?"
+    r"|theorem|definition|algorithm|lecture|page)\s?"
+    r"|(?:BERT|Claude|CUDA|DeepSeek|Gemma|GPT|Granite|Grok|Keras|Llama|Mistral|OPT|PaLM|Phi|Python|PyTorch|Qwen|Swin"
+    r"|torch|ViT)[- ]?[Vv]?"
     r"|第\s?|[图表式节层]\s?|脚注\s?|附录\s?)$",
     re.IGNORECASE,
 )
@@ -64,19 +140,27 @@ _IN_WORDS = (
     (re.compile(rf"\b({EN_NUMBER})(?:[- ]?fold\b| times\b{_PRODUCT}| orders? of magnitude\b)", re.IGNORECASE), "times"),
     (re.compile(r"\b(twice|thrice)\b(?= (?:as|the|that|what)\b)", re.IGNORECASE), "times"),
     (re.compile(rf"({HAN_NUMBER})\s?(?:多?倍|个数量级)"), "times"),
-    (re.compile(rf"\b(?:(an?|{EN_NUMBER}|\d+)[- ])({'|'.join(_PARTS)})(?:s\b|\b(?= (?:of|the|as)\b))", re.IGNORECASE), "parts"),
+    (
+        re.compile(
+            rf"\b(?:(an?|{EN_NUMBER}|\d+)[- ])({'|'.join(_PARTS)})(?:s\b|\b(?= (?:of|the|as)\b))", re.IGNORECASE
+        ),
+        "parts",
+    ),
     (re.compile(r"\b(half)\b(?= (?:of|the|as)\b)", re.IGNORECASE), "half"),
     (re.compile(rf"(?<![前后末])({HAN_NUMBER}|\d+)\s?分之\s?({HAN_NUMBER}|\d+(?:\.\d+)?)"), "分之"),
     (re.compile(r"一半"), "half"),
     (re.compile(r"(?<![完构组变造做作当成])([一二三四五六七八九])成(?=[的以左上多，。、；）]|$)"), "成"),
     (re.compile(rf"\b({EN_NUMBER}) ?(?:percent|per cent|%)", re.IGNORECASE), "percent"),
 )
-_COUNTS = re.compile(rf"\b(three|{'|'.join(w for w in _EN if _EN[w] > 3)})\b|({HAN_NUMBER})(?=\s?[个条层份维头次种行步位组倍])", re.IGNORECASE)
+_COUNTS = re.compile(
+    rf"\b(three|{'|'.join(w for w in _EN if _EN[w] > 3)})\b|({HAN_NUMBER})(?=\s?[个条层份维头次种行步位组倍])",
+    re.IGNORECASE,
+)
 
 
 def numbers(text: str, language: str, *, counts: bool = False) -> Iterator[Number]:
-    """Every number that says something about size, in order of kind. Names (GPT-3, float32), places (section 3.2), years,
-    code, bindings and citations are left out.
+    """Every number that says something about size, in order of kind. Names (GPT-3, float32), places (section 3.2),
+    years, code, bindings and citations are left out.
 
     ``counts``: also small counts in words ("eight heads", "八个 head"), which elsewhere are free.
     """
@@ -129,7 +213,13 @@ def _readable(text: str) -> str:
     for span in spans(text):
         if span.is_math and re.fullmatch(_NUM, span.tex.strip()):
             plain = plain[: span.start] + f" {span.text[1:-1]} " + plain[span.end :]
-    for pattern, blank in ((r"\{\{[^{}]*\}\}", BLANK), (r"\[@[^\]]*\]", " "), (r"\]\([^)]*\)", " "), (r"https?://\S+", " "), (r"(?m)^ *\d+[.)] ", " ")):
+    for pattern, blank in (
+        (r"\{\{[^{}]*\}\}", BLANK),
+        (r"\[@[^\]]*\]", " "),
+        (r"\]\([^)]*\)", " "),
+        (r"https?://\S+", " "),
+        (r"(?m)^ *\d+[.)] ", " "),
+    ):
         plain = re.sub(pattern, lambda m, blank=blank: blank * len(m[0]), plain)  # type: ignore[misc]
     return plain
 
@@ -155,7 +245,12 @@ def _digits(m: re.Match[str], plain: str) -> Number | None:
         return Number(value * factor, "size" if size[1] else "plain", m.start(), digits + size[0], unit * factor, about)
     if scale := _SCALE.match(after):
         factor = _SCALES[scale[1]]
-        value, unit, after, digits = value * factor, (unit or 1.0) * factor if factor > 1 else unit, after[scale.end() :], digits + scale[0]
+        value, unit, after, digits = (
+            value * factor,
+            (unit or 1.0) * factor if factor > 1 else unit,
+            after[scale.end() :],
+            digits + scale[0],
+        )
     if times := _TIMES.match(after):
         if times["orders"]:
             return Number(10.0**value, "times", m.start(), digits + times[0], about=about)
@@ -186,11 +281,13 @@ def _worded(m: re.Match[str], how: str, plain: str) -> Number:
 
 
 def _in_formula(tex: str, start: int) -> Iterator[Number]:
-    """Sizes inside a formula: decimals and whole numbers above 10; smaller ones, indices and exponents are its structure."""
+    """Sizes in a formula: decimals and whole numbers above 10; smaller ones, indices, exponents are its structure."""
     words = re.sub(r"\\(?:text|mathrm|operatorname)\{[^{}]*\}", lambda m: " " * len(m[0]), tex)
     for m in re.finditer(rf"(?<![A-Za-z0-9_.]){_NUM}", words):
         value = float(m[0].replace(",", ""))
-        if re.search(r"[\^_]\{?-?$", words[: m.start()]) or ("." not in m[0] and value <= 10 and not re.match(r"\s*(?:\\times\s*$|\\%)", words[m.end() :])):
+        if re.search(r"[\^_]\{?-?$", words[: m.start()]) or (
+            "." not in m[0] and value <= 10 and not re.match(r"\s*(?:\\times\s*$|\\%)", words[m.end() :])
+        ):
             continue
         unit = 10.0 ** -len(m[0].split(".")[1]) if "." in m[0] and "e" not in m[0].lower() else 0.0
         if re.match(r"\s*\\%", words[m.end() :]):

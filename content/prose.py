@@ -1,10 +1,9 @@
-"""Checks of single texts of a card: traps of Markdown, parity of the languages, bindings, and numbers without a measurement."""
+"""Checks of single texts of a card: traps of Markdown, parity of the languages, bindings, numbers nobody measured."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from content import markdown, numbers
@@ -19,7 +18,9 @@ TO_WRITE = "TODO"  # new_card.py puts it where an author has to write
 _MORE_TIMES = re.compile(
     rf"(?:(?<![最至放扩])[多高大快长]|增加|增长|增大|提高|提升|上升)(?:了|出)?\s*(?:约|大约)?\s*(?:\d[\d.,]*|{numbers.HAN_NUMBER}|{BLANK}+)\s*倍"
 )
-_TIMES_MORE = re.compile(rf"(?:\d[\d.,]*|{numbers.EN_NUMBER}|{BLANK}+)\s+times\s+(?:more|larger|greater|higher|bigger)\b", re.IGNORECASE)
+_TIMES_MORE = re.compile(
+    rf"(?:\d[\d.,]*|{numbers.EN_NUMBER}|{BLANK}+)\s+times\s+(?:more|larger|greater|higher|bigger)\b", re.IGNORECASE
+)
 
 
 @dataclass
@@ -45,7 +46,10 @@ def check_text(page: Page, path: Path, text: Text) -> None:
         en, zh = set(of(text.en)), set(of(text.zh))
         for missing, language in ((en - zh, "zh"), (zh - en, "en")):
             if missing:
-                page.error((*path, language), f"{_listed(missing)}: a {what} of the other language that is not here; both say the same")
+                page.error(
+                    (*path, language),
+                    f"{_listed(missing)}: a {what} of the other language that is not here; both say the same",
+                )
 
 
 def check_card_texts(page: Page, card: Card, defaults: Mapping[str, Mapping[str, Scalar]]) -> None:
@@ -68,8 +72,17 @@ def check_card_texts(page: Page, card: Card, defaults: Mapping[str, Mapping[str,
                 _check_numbers(page, side, text.get(language), language, free, question=role(path) == "question")
 
 
+def check_loose_texts(page: Page, claims: Sequence[Claim], defaults: Mapping[str, Mapping[str, Scalar]]) -> None:
+    """The statements of claims that have no card yet."""
+    for n, claim in enumerate(claims):
+        path = ("claims", n, "statement")
+        check_text(page, path, claim.statement)
+        for language in LANGUAGES:
+            _check_statement(page, (*path, language), claim.statement.get(language), language, claim, defaults)
+
+
 def role(path: Path) -> str:
-    """How the numbers of a text are judged: "statement", "exempt", "code", "question" (a hypothesis is no result) or "prose"."""
+    """How the numbers of a text are judged: "statement", "exempt", "code", "question" (it may suppose), "prose"."""
     names = [p for p in path if isinstance(p, str)]
     if names[0] == "claims":
         return "statement"
@@ -93,36 +106,44 @@ def _listed(found: Iterable[str]) -> str:
 
 
 def _check_pieces(page: Page, card: Card, path: Path, text: Text) -> None:
-    claims = {c.id for c in card.claims}
-    cited = {s.key for s in card.sources}
-    holes = _holes(card, path)
-    found: dict[str, Counter[str]] = {}
-    shown: dict[str, Counter[str]] = {}
+    cited = [s.key for s in card.sources]
+    named: dict[str, set[str]] = {}  # claims and holes of each language
+    written: dict[str, set[str]] = {}  # how its measured values are written
     for language in LANGUAGES:
-        side = (*path, language)
-        for piece in scan(text.get(language)):
-            if isinstance(piece, Fault):
-                page.error(side, piece.message, offset=piece.offset)
-            elif isinstance(piece, Binding):
-                if role(path) in ("statement", "exempt"):
-                    page.error(side, f"{piece.source}: no measured value stands in a statement, a wrong sentence or an option; write the number", offset=piece.offset)
-                elif piece.claim not in claims:
-                    page.error(side, f"{piece.source}: no such claim on this card; it has {choices(piece.claim, sorted(claims))}", offset=piece.offset)
-            elif isinstance(piece, Hole) and piece.name not in holes:
-                what = f"this item varies {choices(piece.name, sorted(holes))}" if holes else "only prompts of numeric, shape and count items have holes"
-                page.error(side, f"{piece.source}: {what}; a claim's id has a hyphen", offset=piece.offset)
-        pieces = list(scan(text.get(language)))
-        found[language] = Counter(p.claim if isinstance(p, Binding) else p.name for p in pieces if isinstance(p, (Binding, Hole)))
-        shown[language] = Counter(p.source.replace(" ", "") for p in pieces if isinstance(p, Binding))
-        for key, at in citations(text.get(language)):
+        side, pieces = (*path, language), list(scan(text.get(language)))
+        for piece in pieces:
+            if isinstance(piece, (Fault, Binding, Hole)) and (message := _piece_message(card, path, piece)):
+                page.error(side, message, offset=piece.offset)
+        for key, offset in citations(text.get(language)):
             if key not in cited:
-                page.error(side, f"[@{key}]: not among the card's sources; it has {choices(key, sorted(cited))}", offset=at)
-    for missing, language in ((found["en"].keys() - found["zh"].keys(), "zh"), (found["zh"].keys() - found["en"].keys(), "en")):
-        for name in sorted(missing):
-            page.error((*path, language), f"{{{{{name}}}}} stands in the other language and not here; both say the same")
-    if found["en"].keys() == found["zh"].keys() and shown["en"].keys() != shown["zh"].keys():
-        other = sorted(shown["en"].keys() ^ shown["zh"].keys())
+                page.error(side, f"[@{key}]: not among the card's sources; it has {choices(key, cited)}", offset=offset)
+        bound = [p for p in pieces if isinstance(p, Binding)]
+        named[language] = {b.claim for b in bound} | {p.name for p in pieces if isinstance(p, Hole)}
+        written[language] = {b.source.replace(" ", "") for b in bound}
+    for here, there in (("zh", "en"), ("en", "zh")):
+        for name in sorted(named[there] - named[here]):
+            page.error((*path, here), f"{{{{{name}}}}} stands in the other language and not here; both say the same")
+    if named["en"] == named["zh"] and (other := sorted(written["en"] ^ written["zh"])):
         page.warn(path, f"the languages write a measured value in different ways: {', '.join(other)}")
+
+
+def _piece_message(card: Card, path: Path, piece: Fault | Binding | Hole) -> str | None:
+    """What is wrong with one pair of braces at its place, if anything."""
+    if isinstance(piece, Fault):
+        return piece.message
+    if isinstance(piece, Hole):
+        holes = _holes(card, path)
+        if piece.name in holes:
+            return None
+        if holes:
+            return f"{piece.source}: this item varies {choices(piece.name, sorted(holes))}; a claim's id has a hyphen"
+        return f"{piece.source}: only prompts of numeric, shape and count items have holes; a claim's id has a hyphen"
+    if role(path) in ("statement", "exempt"):
+        return f"{piece.source}: no measured value in a statement, a wrong sentence or an option; write the number"
+    claims = [c.id for c in card.claims]
+    if piece.claim not in claims:
+        return f"{piece.source}: no such claim on this card; it has {choices(piece.claim, claims)}"
+    return None
 
 
 def _holes(card: Card, path: Path) -> Collection[str]:
@@ -139,7 +160,11 @@ def _holes(card: Card, path: Path) -> Collection[str]:
 def _scene(card: Card, defaults: Mapping[str, Mapping[str, Scalar]]) -> Iterator[object]:
     """Everything that sets the scene: the parameters of all runs of a card."""
     for claim in card.claims:
-        yield from (*defaults.get(claim.experiment, {}).values(), *claim.params.values(), *(claim.versus or {}).values())
+        yield from (
+            *defaults.get(claim.experiment, {}).values(),
+            *claim.params.values(),
+            *(claim.versus or {}).values(),
+        )
         yield from (claim.fails_when or {}).values()
     for lab in card.labs:
         yield from (*defaults.get(lab.experiment, {}).values(), *lab.params.values())
@@ -153,42 +178,67 @@ def _scene(card: Card, defaults: Mapping[str, Mapping[str, Scalar]]) -> Iterator
 
 
 def _check_numbers(page: Page, path: Path, text: str, language: str, free: set[float], *, question: bool) -> None:
-    structure = numbers.scene(float(d) for f in formulas(text) for d in re.findall(r"(?<![\d.])\d+(?![\d.])", f))  # the 2 of $2 n d$
+    structure = numbers.scene(
+        float(d) for f in formulas(text) for d in re.findall(r"(?<![\d.])\d+(?![\d.])", f)
+    )  # the 2 of $2 n d$
     for n in numbers.numbers(text, language):
         if numbers.cited(text, n.start):
             continue
         if n.kind == "times" and not question:
-            page.error(path, f"{n.text!r} is a result; bind it to a claim, {{{{claim-id:.0f}}}}, or cite it in its sentence, [@key]", offset=n.start)
+            page.error(
+                path,
+                f"{n.text!r} is a result; bind it to a claim, {{{{claim-id:.0f}}}}, or cite it in its sentence, [@key]",
+                offset=n.start,
+            )
         elif not n.stands_in(free) and not (n.kind == "plain" and n.value in structure and n.value <= 10):
             page.error(
                 path,
-                f"{n.text!r} stands in the params of no run here; if it is a result, bind it, {{{{claim-id}}}}, or cite it in its sentence, [@key]; "
+                f"{n.text!r} stands in the params of no run here; if it is a result, bind it, {{{{claim-id}}}}, "
+                "or cite it in its sentence, [@key]; "
                 "a name or a constant stands in backticks",
                 offset=n.start,
             )
 
 
-def _check_statement(page: Page, path: Path, text: str, language: str, claim: Claim, defaults: Mapping[str, Mapping[str, Scalar]]) -> None:
-    """Each number of a statement stands in params, versus or expect. Of a ratio the inverse does as well: 40 times smaller."""
+def _check_statement(
+    page: Page, path: Path, text: str, language: str, claim: Claim, defaults: Mapping[str, Mapping[str, Scalar]]
+) -> None:
+    """Each number of a statement stands in params, versus or expect; of a ratio the inverse too: 40 times smaller."""
     e = claim.expect
     expected = numbers.scene(v for v in (getattr(e, name) for name in type(e).model_fields) if v is not None)
     if e.is_ratio or any(n.kind == "times" for n in numbers.numbers(text, language)):
         expected |= {1 / v for v in expected if v}
-    own = numbers.scene([*defaults.get(claim.experiment, {}).values(), *claim.params.values(), *(claim.versus or {}).values(), *(claim.fails_when or {}).values(), len(claim.seeds)])
+    own = numbers.scene(
+        [
+            *defaults.get(claim.experiment, {}).values(),
+            *claim.params.values(),
+            *(claim.versus or {}).values(),
+        ]
+    )
     for n in numbers.numbers(text, language, counts=True):
         known = expected if n.kind == "times" else expected | own
         if not n.stands_in(known) and not numbers.cited(text, n.start):
             where = "expect" if n.kind == "times" else "params, versus or expect"
-            page.error(path, f"{n.text!r} stands in neither {where} of this claim; a statement says no more than its run", offset=n.start)
+            page.error(
+                path,
+                f"{n.text!r} stands in neither {where} of this claim; a statement says no more than its run",
+                offset=n.start,
+            )
 
 
 def _check_more_times(page: Page, path: Path, text: str) -> None:
     plain = re.sub(r"\{\{[^{}]*\}\}", lambda m: BLANK * len(m[0]), outside(text, math=True))
     for m in _MORE_TIMES.finditer(plain):
-        page.error(path, f"{text[m.start() : m.end()]!r} is read as 8 or as 9 times as much; write 是……的 N 倍", offset=m.start())
+        page.error(
+            path,
+            f"{text[m.start() : m.end()]!r} is read as 8 or as 9 times as much; write 是……的 N 倍",
+            offset=m.start(),
+        )
 
 
 def _check_times_more(page: Page, path: Path, text: str) -> None:
     plain = re.sub(r"\{\{[^{}]*\}\}", lambda m: BLANK * len(m[0]), outside(text, math=True))
     for m in _TIMES_MORE.finditer(plain):
-        page.warn(path, f"{text[m.start() : m.end()]!r} is read as 8 or as 9 times; write 8 times as much", offset=m.start())
+        page.warn(
+            path, f"{text[m.start() : m.end()]!r} is read as 8 or as 9 times; write 8 times as much", offset=m.start()
+        )

@@ -1,7 +1,7 @@
 """The shape of a card and of the files beside it.
 
-Field by field as in docs/cards.md. These models check one file by itself; what needs the whole deck or the engine (links,
-bindings, parity) is checked in ``content/checks.py`` and ``tools/check_content.py``.
+Field by field as in docs/cards.md. These models check one file by itself; what needs the whole deck or the engine
+(links, bindings, parity) is checked in ``content/checks.py`` and ``tools/check_content.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ Language = Literal["en", "zh"]
 
 KEBAB = r"^[a-z0-9]+(-[a-z0-9]+)*$"
 Id = Annotated[str, StringConstraints(pattern=KEBAB)]  # kebab-case: cards, topics, items
-ClaimId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)+$")]  # two words at least: {{batch}} is a hole
+ClaimId = Annotated[
+    str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)+$")
+]  # two words at least: {{batch}} is a hole
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][A-Za-z0-9]*(_[A-Za-z0-9]+)*$")]  # snake_case: engine's names
 Prose = Annotated[str, StringConstraints(min_length=1, max_length=4000)]
 Flag = Annotated[bool, Strict()]  # `yes` is not true
@@ -270,7 +272,7 @@ class KeyPoint(Model):
     must: Flag
     """A complete answer says it; the short answer here does."""
     says: SaysPerLanguage
-    """A text says the point when each group has a phrase in it: [[a, b], [c]] is (a or b) and c. A phrase may be a stem."""
+    """A text says the point when each group has a phrase in it: [[a, b], [c]] is (a or b) and c. Stems will do."""
     not_says: SaysPerLanguage | None = None
     """Written like says: a text that says this takes the point back."""
 
@@ -395,7 +397,9 @@ _Presets = Annotated[tuple[dict[Name, Scalar], ...], Field(min_length=1), Tag("p
 Vary = Annotated[_Lists | _Presets, Discriminator(_vary_form)]
 
 
-def draws(vary: dict[str, tuple[Scalar, ...]] | tuple[dict[str, Scalar], ...], *, most: int = 20_000) -> Iterator[dict[str, Scalar]]:
+def draws(
+    vary: dict[str, tuple[Scalar, ...]] | tuple[dict[str, Scalar], ...], *, most: int = 20_000
+) -> Iterator[dict[str, Scalar]]:
     """Everything that can be drawn, at most ``most``: each combination of the lists, or each preset."""
     if isinstance(vary, tuple):
         yield from vary[:most]
@@ -547,7 +551,9 @@ class Source(Model):
             return link
         if re.fullmatch(r"docs/[A-Za-z0-9/_-]+\.md", link):
             return link
-        raise ValueError(f"got {shown(link)}; wanted an https:// address, arXiv:1706.03762, doi:10.1000/1, or a page of docs/")
+        raise ValueError(
+            f"got {shown(link)}; wanted an https:// address, arXiv:1706.03762, doi:10.1000/1, or a page of docs/"
+        )
 
     @model_validator(mode="after")
     def _fill_short(self) -> Source:
@@ -579,8 +585,8 @@ class Track(Model):
 
 
 class NameText(Model):
-    """Words for one name of the engine (a parameter, metric or column). ``label`` may hold ``$math$``; charts and option
-    lists, which can't typeset it, take ``plain``."""
+    """Words for one name of the engine (a parameter, metric or column). ``label`` may hold ``$math$``; charts and
+    option lists, which can't typeset it, take ``plain``."""
 
     label: Text
     plain: Text | None = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from content.bindings import Binding, Hole, parse
-from content.markdown import BLANK, spans
+from content.bindings import scan
+from content.markdown import BLANK, Fault, spans
 from content.schema import KeyPoint, Phrases
 from content.strict_yaml import HAN
 
@@ -23,7 +23,8 @@ def spoken_units(text: str, language: str) -> int:
 
     A formula or a measured number counts as one word.
     """
-    text = "".join(f" {BLANK} " if isinstance(p, (Binding, Hole)) else p for p in parse(_CITATION.sub("", text)))
+    pieces = [p for p in scan(_CITATION.sub("", text)) if not isinstance(p, Fault)]
+    text = "".join(p if isinstance(p, str) else f" {BLANK} " for p in pieces)
     for span in reversed(spans(text)):
         if span.kind != "escape":
             text = f"{text[: span.start]} {BLANK} {text[span.end :]}"
@@ -59,5 +60,3 @@ def _stands_in(phrase: str, said: str) -> bool:
 def makes(text: str, point: KeyPoint, language: str) -> bool:
     """Whether a text makes a key point, and does not take it back."""
     return says(text, point.says.get(language)) and not (point.not_says and says(text, point.not_says.get(language)))
-
-

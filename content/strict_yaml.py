@@ -1,8 +1,8 @@
 """YAML as far as it is allowed here, read in one pass: plain data, and where each piece of it stands.
 
-YAML has ways to say something else than one sees. They are refused, each with its mend: anchors, aliases and tags; a key
-twice; ``yes``, dates and ``12:30`` that turn into something else (here they stay text); a backslash in double quotes
-(``"\\frac"`` is a form feed and ``rac``); prose in scalars that a comma or a colon would cut; control characters.
+YAML has ways to say something else than one sees. They are refused, each with its mend: anchors, aliases and tags; a
+key twice; a backslash in double quotes (``"\\frac"`` is a form feed and ``rac``); prose in scalars that a comma or a
+colon would cut; control characters. ``yes``, dates and ``12:30``, which elsewhere turn into something else, stay text.
 """
 
 from __future__ import annotations
@@ -23,35 +23,62 @@ MAX_DEPTH = 12
 MAX_NODES = 200_000
 
 INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,39})")
-FLOAT = re.compile(r"[-+]?(?:[0-9]{1,40}\.[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,4})?|[-+]?[0-9]{1,40}[eE][-+]?[0-9]{1,4}")
-# Not a line feed, and nobody sees them: controls, soft hyphen, zero width, line separators, bidirectional overrides, BOM.
-INVISIBLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb]")
+FLOAT = re.compile(
+    r"[-+]?(?:[0-9]{1,40}\.[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,4})?|[-+]?[0-9]{1,40}[eE][-+]?[0-9]{1,4}"
+)
+# Nobody sees them: controls but the line feed, soft hyphen, zero width, separators, bidirectional overrides, BOM.
+INVISIBLE = re.compile(
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb]"
+)
 HEADING = re.compile(r"^ {0,3}#{1,6}(?: |$)", re.MULTILINE)
 FENCE = re.compile(r"^\s*(```|~~~)")
-_BLOCK = re.compile(r"\s*(?:[-*+]\s|>|#|\d+[.)]\s)")  # begins a list item, a quotation or a heading: never joined to what is before
+_BLOCK = re.compile(
+    r"\s*(?:[-*+]\s|>|#|\d+[.)]\s)"
+)  # begins a list item, a quotation or a heading: never joined to what is before
 HAN = r"\u2e80-\u2fdf\u3005-\u3007\u31c0-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-POINT = r"\u3001-\u3003\u3008-\u301b\u30fb\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65"  # full-width punctuation
+POINT = (
+    r"\u3001-\u3003\u3008-\u301b\u30fb\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65"  # full-width punctuation
+)
 _EITHER = r"\u2014\u2018\u2019\u201c\u201d\u2026"  # quotes, dash, ellipsis: of both languages
 _JOINS = re.compile(
-    rf"(?<=[{POINT}])\n *(?=\S)|(?<=\S)\n *(?=[{POINT}])|(?<=[{HAN}])\n *(?=[{HAN}{_EITHER}])|(?<=[{_EITHER}])\n *(?=[{HAN}])"
+    rf"(?<=[{POINT}])\n *(?=\S)|(?<=\S)\n *(?=[{POINT}])"
+    rf"|(?<=[{HAN}])\n *(?=[{HAN}{_EITHER}])|(?<=[{_EITHER}])\n *(?=[{HAN}])"
 )
 
 # What libyaml says, and what an author should do.
 _MENDS = (
     (
         "mapping values are not allowed",
-        "a second `: ` on this line, or a line indented too far; put text that holds `: ` in single quotes or under `|`",
+        "a second `: ` on this line, or a line indented too far; put text that holds `: ` in single quotes or "
+        "under `|`",
     ),
-    ("could not find expected ':'", "a line that is no `key: value`; indent text under `|`, or put it in single quotes"),
-    ("did not find expected ',' or", "text in { } or [ ] that holds a comma, a colon or a bracket must stand in single quotes"),
+    (
+        "could not find expected ':'",
+        "a line that is no `key: value`; indent text under `|`, or put it in single quotes",
+    ),
+    (
+        "did not find expected ',' or",
+        "text in { } or [ ] that holds a comma, a colon or a bracket must stand in single quotes",
+    ),
     (
         "did not find expected key",
-        "something stands after a value that is already complete, or a line is indented differently from its neighbours; inside single quotes write '' for an apostrophe; text that begins with [, { or a quote must stand in quotes or under `|`",
+        "something stands after a value that is already complete, or a line is indented differently from its "
+        "neighbours; inside single quotes write '' for an apostrophe; text that begins with [, { or a quote must "
+        "stand in quotes or under `|`",
     ),
     ("did not find expected '-' indicator", "a list item and a key stand at the same depth"),
-    ("cannot start any token", "text can't begin with this character (@ ` % or a tab); put it in single quotes or under `|`"),
-    ("unknown escape character", "a backslash in double quotes; use single quotes or `|`, where a backslash is a backslash"),
-    ("nesting depth", f"more than {MAX_DEPTH} brackets or indents in each other; text with {{{{ stands in single quotes or under `|`"),
+    (
+        "cannot start any token",
+        "text can't begin with this character (@ ` % or a tab); put it in single quotes or under `|`",
+    ),
+    (
+        "unknown escape character",
+        "a backslash in double quotes; use single quotes or `|`, where a backslash is a backslash",
+    ),
+    (
+        "nesting depth",
+        f"more than {MAX_DEPTH} brackets or indents in each other; text with {{{{ stands in single quotes or under `|`",
+    ),
     ("unexpected end of stream", "a quote that is never closed"),
     ("document start", "text goes on after the end of the document; put it in single quotes or under `|`"),
 )
@@ -113,7 +140,9 @@ def read(text: str, file: str, *, short: bool = False) -> tuple[Document | None,
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         said = getattr(error, "problem", None) or str(error)
-        mend = next((m for words, m in _MENDS if words in said), "check quotes, colons and indentation here and one line above")
+        mend = next(
+            (m for words, m in _MENDS if words in said), "check quotes, colons and indentation here and one line above"
+        )
         builder.problems.append(Problem(file, line, column, "", f"not YAML: {said}; {mend}"))
         return None, builder.problems
     except _Refused:
@@ -151,7 +180,9 @@ class _Refused(Exception):
 def _invisible(text: str, file: str) -> Iterator[Problem]:
     for match in INVISIBLE.finditer(text):
         line, column = text.count("\n", 0, match.start()) + 1, match.start() - text.rfind("\n", 0, match.start())
-        mend = "a tab; wanted spaces" if match[0] == "\t" else f"an invisible character, U+{ord(match[0]):04X}; delete it"
+        mend = (
+            "a tab; wanted spaces" if match[0] == "\t" else f"an invisible character, U+{ord(match[0]):04X}; delete it"
+        )
         yield Problem(file, line, column, "", mend)
 
 
@@ -198,10 +229,16 @@ class _Builder:
         if self.n_nodes > MAX_NODES:
             self.refuse(event, path, f"more than {MAX_NODES} values; one file is one card")
         if isinstance(event, yaml.AliasEvent):
-            self.note(event, path, f"an alias (*{event.anchor}); write the value out. Text that begins with * stands in single quotes")
+            self.note(
+                event,
+                path,
+                f"an alias (*{event.anchor}); write the value out. Text that begins with * stands in single quotes",
+            )
             return None
         if event.anchor is not None:
-            self.note(event, path, f"an anchor (&{event.anchor}); delete it. Text that begins with & stands in single quotes")
+            self.note(
+                event, path, f"an anchor (&{event.anchor}); delete it. Text that begins with & stands in single quotes"
+            )
         if event.tag is not None:
             self.note(event, path, f"a tag ({event.tag}); delete it. Text that begins with ! stands in single quotes")
         if isinstance(event, yaml.ScalarEvent):
@@ -222,7 +259,12 @@ class _Builder:
         items: dict[str, Any] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             if not isinstance(event, yaml.ScalarEvent):
-                self.note(event, path, "a list or mapping stands where a key is wanted; text with { or [ stands in single quotes or under `|`")
+                self.note(
+                    event,
+                    path,
+                    "a list or mapping stands where a key is wanted; text with { or [ stands in single quotes or "
+                    "under `|`",
+                )
                 self.node(event, (*path, "?"))  # one deeper, so that {{{{... ends at the limit
                 self.node(next(self.events), (*path, "?"))
                 continue
@@ -231,7 +273,9 @@ class _Builder:
                 self.note(event, here, "an anchor, tag or merge (<<) at a key; write the fields out")
             if event.value in items:
                 first = self.marks[here][0]
-                self.note(event, here, f"the key stands here a second time, first in line {first}; delete or rename one")
+                self.note(
+                    event, here, f"the key stands here a second time, first in line {first}; delete or rename one"
+                )
                 self.node(next(self.events), (*path, f"{event.value} (again)"))
                 continue
             self.marks[here] = _place(event)
@@ -242,7 +286,10 @@ class _Builder:
     def scalar(self, event: Any, path: Path) -> Any:
         if event.style == '"' and "\\" in self.text[event.start_mark.index : event.end_mark.index]:
             self.note(
-                event, path, "a backslash in double quotes, where \\f, \\t, \\b and \\n are control characters; use single quotes or `|`"
+                event,
+                path,
+                "a backslash in double quotes, where \\f, \\t, \\b and \\n are control characters; use single "
+                "quotes or `|`",
             )
         if is_prose(path):
             return self.prose_scalar(event, path)
@@ -253,6 +300,8 @@ class _Builder:
     def plain(self, event: Any, path: Path) -> Any:
         """true, false, null and decimal numbers; all else is text."""
         value = event.value
+        if " " in value and re.match(r" +#", self.text[event.end_mark.index : event.end_mark.index + 80]):
+            self.note(event, path, "text without quotes that ends before ` #`; put it in single quotes")
         if value in ("true", "false"):
             return value == "true"
         if value in ("", "null", "~"):
@@ -267,10 +316,21 @@ class _Builder:
         return value
 
     def prose_scalar(self, event: Any, path: Path) -> str:
-        if not event.style and not (self.short and re.fullmatch(r"[^\s:#,\[\]{}&*!|>'\"%@`\\?][^\n:#,\[\]{}&*!|>'\"%@`\\]*", event.value)):
-            self.note(event, path, "prose without quotes, where a comma, `: `, ` #` or {{ cuts the sentence; put it under `|` or in single quotes")
+        if not event.style and not (
+            self.short and re.fullmatch(r"[^\s:#,\[\]{}&*!|>'\"%@`\\?][^\n:#,\[\]{}&*!|>'\"%@`\\]*", event.value)
+        ):
+            self.note(
+                event,
+                path,
+                "prose without quotes, where a comma, `: `, ` #` or {{ cuts the sentence; put it under `|` or in "
+                "single quotes",
+            )
         if event.style == '"':
-            self.note(event, path, "prose in double quotes, where \\t in a formula is a tab; put it under `|` or in single quotes")
+            self.note(
+                event,
+                path,
+                "prose in double quotes, where \\t in a formula is a tab; put it under `|` or in single quotes",
+            )
         if event.style == ">":
             self.note(event, path, "prose under `>`, which puts spaces between Chinese lines; write `|`")
         value, line = event.value, event.start_mark.line + 1
@@ -287,7 +347,10 @@ class _Builder:
         if event.style == "|" and (found := self.heading(value)) is not None:
             place = self.prose[path]
             n = bisect.bisect_right(place.starts, found) - 1
-            message = "a line of prose begins with `# `, which makes it a heading; a comment is indented less than the text, or deleted"
+            message = (
+                "a line of prose begins with `# `, which makes it a heading; a comment is indented less than the "
+                "text, or deleted"
+            )
             self.problems.append(Problem(self.file, place.line + n, place.columns[n], dotted(path), message))
         return value
 
@@ -308,4 +371,3 @@ class _Builder:
                 return offset
             offset += len(line) + 1
         return None
-

@@ -10,19 +10,20 @@ from typing import Any
 ELEMENTWISE = ("add", "sub", "mul", "div")
 TRANSCENDENTAL = ("tanh", "exp", "log")
 MOVES = (
-    "alias",
-    "view",
-    "_unsafe_view",
-    "transpose",
-    "t",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "select",
-    "slice",
-    "permute",
-    "clone",
-    "cat",
+    *(
+        "alias",
+        "view",
+        "_unsafe_view",
+        "transpose",
+        "t",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "select",
+        "slice",
+    ),
+    *("clone", "cat", "copy_", "new_empty"),
 )
 
 

@@ -1,6 +1,6 @@
 """The Lab page."""
 
-from ui import lab, frame
+from ui import frame, lab
 
 with frame.page("lab"):
     lab.draw()

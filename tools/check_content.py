@@ -1,7 +1,7 @@
 """Check the deck, or another folder of the same shape: ``python tools/check_content.py [FOLDER]``.
 
-Everything that is wrong comes out at once, as ``file:line:column: where: message``, in the order of the files. A warning
-does not fail; any error does (exit 1).
+Everything that is wrong comes out at once, as ``file:line:column: where: message``, in the order of the files. A
+warning does not fail; any error does (exit 1).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if __package__ in (None, ""):
 from content.checks import check_deck
 from content.loader import HOME, ContentError, Problem, load_deck
 from tools.check_engine import check_deck_engine, defaults
+from tools.check_receipts import check_receipts
 from tools.check_strings import check_strings
 from tools.cloze import check_cloze
 
@@ -27,25 +28,24 @@ def check(folder: Path = HOME, *, code: bool = False) -> list[Problem]:
     except ContentError as error:
         return list(error.problems)
     problems = check_deck(deck, defaults()) + check_deck_engine(deck)
-    if deck.documents["strings"].file == load_strings_file(folder):
+    if (folder / "strings.yaml").exists():  # else the words are the project's, and checked with it
         problems += check_strings(deck)
+    if folder.resolve() == HOME:
+        problems += check_receipts(deck)
     if code:
         problems += check_cloze(deck)
     return sorted(set(problems))
 
 
-def load_strings_file(folder: Path) -> str:
-    """How messages name the folder's own strings.yaml."""
-    from content.loader import display
-
-    return display(folder / "strings.yaml")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Print the problems; 1 when one of them is an error."""
     parser = argparse.ArgumentParser(description="Check cards, strings, glossary, sources, topics and tracks.")
-    parser.add_argument("folder", nargs="?", type=Path, default=HOME, help="a folder with cards/<topic>/<id>.yaml (default: the deck)")
-    parser.add_argument("--code", action="store_true", help="also run the code of the cloze items: right options pass, wrong ones fail")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=HOME, help="a folder with cards/<topic>/<id>.yaml (default: the deck)"
+    )
+    parser.add_argument(
+        "--code", action="store_true", help="also run the code of the cloze items: right options pass, wrong ones fail"
+    )
     options = parser.parse_args(arguments)
     problems = check(options.folder, code=options.code)
     for problem in problems:

@@ -1,4 +1,4 @@
-"""What a card says of the engine, against the engine: experiments, metrics, parameters, sources of formulas. No run is made."""
+"""What a card says of the engine, against the engine: experiments, metrics, parameters, sources. No run is made."""
 
 from __future__ import annotations
 
@@ -90,9 +90,16 @@ def _claim(page: Page, path: Path, claim: Claim) -> None:
         unit = experiment.metric(claim.metric).unit
         if unit in COUNTED and claim.expect.kind in ("approx", "ratio_approx"):
             exact = claim.expect.kind.replace("approx", "equals")
-            page.error((*path, "expect"), f"got {claim.expect.kind} for {unit}; a count is exact, write {exact}: and the number or its arithmetic")
+            page.error(
+                (*path, "expect"),
+                f"got {claim.expect.kind} for {unit}; a count is exact, write {exact}: and the number or its "
+                "arithmetic",
+            )
         if unit == "s" and not claim.observation:
-            page.error(path, f"{claim.metric} is a time; write `observation: true`, and a bound on one side with a large margin")
+            page.error(
+                path,
+                f"{claim.metric} is a time; write `observation: true`, and a bound on one side with a large margin",
+            )
     if experiment.trains and claim.observation:
         page.warn(path, f"{claim.experiment} trains; its wall-clock time depends on what else the machine does")
 
@@ -122,7 +129,9 @@ def _labs(page: Page, card: Card) -> None:
         named = [((*path, "controls", i), c) for i, c in enumerate(lab.controls)]
         for place, name in named:
             if name not in fields and name != TO_NAME:
-                page.error(place, f"got {name!r}; {experiment.name} has the parameters {choices(name, fields, most=40)}")
+                page.error(
+                    place, f"got {name!r}; {experiment.name} has the parameters {choices(name, fields, most=40)}"
+                )
         for i, metric in enumerate(lab.figures):
             _metric(page, (*path, "figures", i), experiment, metric)
     for n, follow_up in enumerate(card.follow_ups):
@@ -184,10 +193,15 @@ def _unclaimed(deck: Deck) -> Iterator[Problem]:
     """Every experiment is behind a claim, once there are cards."""
     if not deck.cards:
         return
-    claimed = {c.experiment for card in deck.cards.values() for c in card.claims} | {c.experiment for claims in deck.loose.values() for c in claims}
+    claimed = {c.experiment for card in deck.cards.values() for c in card.claims} | {
+        c.experiment for claims in deck.loose.values() for c in claims
+    }
     for name in registry.names():
         if name not in claimed:
-            message = f"no claim uses this experiment; write one on a card, or in content/claims/{name}.yaml until its card is written"
+            message = (
+                f"no claim uses this experiment; write one on a card, or in content/claims/{name}.yaml until its "
+                "card is written"
+            )
             yield Problem(display(registry.get(name).path), 1, 1, "", message)
 
 
@@ -215,4 +229,6 @@ def _sources(deck: Deck) -> Iterator[Problem]:
     if deck.folder.resolve() == HOME and deck.cards:
         for key in keys:
             if key not in used:
-                yield deck.documents["sources"].problem((key,), "no card, term or experiment cites this source; delete it, or cite it")
+                yield deck.documents["sources"].problem(
+                    (key,), "no card, term or experiment cites this source; delete it, or cite it"
+                )

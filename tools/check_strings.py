@@ -19,7 +19,9 @@ from engine.registry import Experiment
 
 UNITS = ("nats", "bytes", "s", "flop", "%")  # of engine.base.Metric; "1", of pure numbers, has no words
 INTERFACE = ("app.py", "pages", "ui", "study", "export")
-_CALL = re.compile(r"""\bt\(\s*(["'])([A-Za-z][A-Za-z0-9_]*)\1\s*[,)]""")  # in code, in f-strings, and in a comment beside a computed key
+_CALL = re.compile(
+    r"""\bt\(\s*(["'])([A-Za-z][A-Za-z0-9_]*)\1\s*[,)]"""
+)  # in code, in f-strings, and in a comment beside a computed key
 
 
 def check_strings(deck: Deck) -> list[Problem]:
@@ -39,8 +41,13 @@ def check_strings(deck: Deck) -> list[Problem]:
 
 def _names(page: Page, strings: Strings) -> Iterator[Problem]:
     experiments = [registry.get(name) for name in registry.names()]
-    constants = {c for e in experiments for c in _constants(e.path)}
-    wanted: dict[str, list[tuple[str, File, str]]] = {section: [] for section in ("names", "choices", "rules", "units", "experiments")}
+    modules = sorted(
+        (PROJECT / "engine").rglob("*.py")
+    )  # what experiments share may name columns, choices and rules too
+    constants = {c for path in modules for c in _constants(path)}
+    wanted: dict[str, list[tuple[str, File, str]]] = {
+        section: [] for section in ("names", "choices", "rules", "units", "experiments")
+    }
     for e in experiments:
         wanted["experiments"].append((e.name, e.path, "experiment"))
         wanted["names"] += [(m.name, e.path, "metric") for m in e.metrics]
@@ -55,8 +62,7 @@ def _names(page: Page, strings: Strings) -> Iterator[Problem]:
             columns = (plot.x, plot.y, plot.by, plot.facet, plot.low, plot.high, plot.theory)
             wanted["names"] += [(c, e.path, "column") for c in columns if c]
             wanted["units"] += [(plot.x_unit, e.path, "unit"), (plot.y_unit, e.path, "unit")]
-    for path in sorted(registry.FOLDER.parent.rglob("*.py")):  # what experiments share refuses for them, too
-        wanted["rules"] += [(rule, path, "rule") for rule in _rules(path)]
+    wanted["rules"] = [(rule, path, "rule") for path in modules for rule in _rules(path)]
     for section, uses in wanted.items():
         have: dict[str, object] = getattr(strings, section)
         said = set()
@@ -65,10 +71,18 @@ def _names(page: Page, strings: Strings) -> Iterator[Problem]:
                 said.add((name, path))
                 yield Problem(display(path), 1, 1, what, f"{name!r} has no words; add it to {section} in strings.yaml")
         # a table's column or a series' value that no plot names is a string in the module
-        used = {name for name, _, _ in uses} | (constants if section in ("names", "choices") else set()) | (set(UNITS) if section == "units" else set())
+        used = (
+            {name for name, _, _ in uses}
+            | (constants if section in ("names", "choices") else set())
+            | (set(UNITS) if section == "units" else set())
+        )
         for name in have:
             if name not in used:
-                page.error((section, name), f"nothing of the engine is called so; delete it, or did you mean {choices(name, sorted(used - constants), most=0)}")
+                page.error(
+                    (section, name),
+                    "nothing of the engine is called so; delete it, or did you mean "
+                    f"{choices(name, sorted(used - constants), most=0)}",
+                )
     for e in experiments:
         if e.name in strings.experiments:
             _experiment(page, strings, e)
@@ -86,7 +100,10 @@ def _experiment(page: Page, strings: Strings, e: Experiment) -> None:
     for language in LANGUAGES:
         for hole in _fields(words.summary.get(language)):
             if hole not in e.metric_names:
-                page.error((*path, "summary", language), f"{{{hole}}}: no such metric; {e.name} has {choices(hole, e.metric_names, most=40)}")
+                page.error(
+                    (*path, "summary", language),
+                    f"{{{hole}}}: no such metric; {e.name} has {choices(hole, e.metric_names, most=40)}",
+                )
         try:
             words.summary.get(language).format(**dict.fromkeys(e.metric_names, 1.0))
         except (KeyError, IndexError):
@@ -107,7 +124,11 @@ def _constants(path: File) -> set[str]:
 def _rules(path: File) -> set[str]:
     """Names given as ``rule=...`` in a module."""
     keywords = [k for n in ast.walk(_tree(path)) if isinstance(n, ast.Call) for k in n.keywords]
-    return {k.value.value for k in keywords if k.arg == "rule" and isinstance(k.value, ast.Constant) and isinstance(k.value.value, str)}
+    return {
+        k.value.value
+        for k in keywords
+        if k.arg == "rule" and isinstance(k.value, ast.Constant) and isinstance(k.value.value, str)
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -125,11 +146,24 @@ def _interface(page: Page, strings: Strings) -> Iterator[Problem]:
         for match in _CALL.finditer(text):
             used.add(match[2])
             if match[2] not in strings.ui:
-                line, column = text.count("\n", 0, match.start()) + 1, match.start() - text.rfind("\n", 0, match.start())
-                yield Problem(display(path), line, column, "t", f"got {match[2]!r}; add it to ui in strings.yaml, which has {choices(match[2], list(strings.ui), most=0)}")
+                line, column = (
+                    text.count("\n", 0, match.start()) + 1,
+                    match.start() - text.rfind("\n", 0, match.start()),
+                )
+                yield Problem(
+                    display(path),
+                    line,
+                    column,
+                    "t",
+                    f"got {match[2]!r}; add it to ui in strings.yaml, which has "
+                    f"{choices(match[2], list(strings.ui), most=0)}",
+                )
     for key in strings.ui:
         if key not in used:
-            page.error(("ui", key), "no page says this; delete it. Where the key is computed, list the keys in a comment: # t(\"a\") t(\"b\")")
+            page.error(
+                ("ui", key),
+                'no page says this; delete it. Where the key is computed, list the keys in a comment: # t("a") t("b")',
+            )
 
 
 def _interface_files() -> Iterator[File]:
@@ -173,6 +207,8 @@ def _plain(page: Page, strings: Strings) -> None:
     for section in ("names", "choices"):
         for key, words in getattr(strings, section).items():
             if "$" in words.label.en + words.label.zh and words.plain is None:
-                page.error((section, key), "the label holds a formula, which charts and lists can't draw; add plain: {en, zh}")
+                page.error(
+                    (section, key), "the label holds a formula, which charts and lists can't draw; add plain: {en, zh}"
+                )
             if words.plain and "$" in words.plain.en + words.plain.zh:
                 page.error((section, key, "plain"), "plain words hold no $formula$")

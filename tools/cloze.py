@@ -15,7 +15,7 @@ from content.problems import Problem
 from content.schema import Cloze
 
 TIME_LIMIT_S = 60  # of one item with all its options; importing torch takes most of it on a busy machine
-# Each filling runs in a namespace of its own; torch is imported once for all of them. Only names and messages come back.
+# Each filling runs in a namespace of its own; torch is imported once for all of them. Only messages come back.
 _RUNNER = """
 import json, sys
 outcomes = []
@@ -31,7 +31,13 @@ json.dump(outcomes, open(sys.argv[2], "w", encoding="utf-8"))
 
 def check_cloze(deck: Deck) -> list[Problem]:
     """Run every cloze item of a deck."""
-    return [p for card_id, card in deck.cards.items() for n, item in enumerate(card.quiz) if isinstance(item, Cloze) for p in _item(deck, card_id, n, item)]
+    return [
+        p
+        for card_id, card in deck.cards.items()
+        for n, item in enumerate(card.quiz)
+        if isinstance(item, Cloze)
+        for p in _item(deck, card_id, n, item)
+    ]
 
 
 def fillings(item: Cloze) -> list[tuple[tuple[int, int] | None, str]]:
@@ -55,7 +61,13 @@ def outcomes(sources: Sequence[str], *, limit_s: float = TIME_LIMIT_S) -> list[s
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         try:
             done = subprocess.run(
-                [sys.executable, "-c", _RUNNER, given, got], cwd=PROJECT, env=environment, timeout=limit_s, capture_output=True, text=True, check=False
+                [sys.executable, "-c", _RUNNER, given, got],
+                cwd=PROJECT,
+                env=environment,
+                timeout=limit_s,
+                capture_output=True,
+                text=True,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"still running after {limit_s:g} s") from None
@@ -78,4 +90,7 @@ def _item(deck: Deck, card_id: str, n: int, item: Cloze) -> Iterator[Problem]:
             yield document.problem((*path, "assert"), f"the right options fail: {failure}")
         elif case is not None and failure is None:
             h, o = case
-            yield document.problem((*path, "holes", h, o), f"{item.holes[h][o].text.en!r} passes, though it is wrong; let `assert` see the difference")
+            yield document.problem(
+                (*path, "holes", h, o),
+                f"{item.holes[h][o].text.en!r} passes, though it is wrong; let `assert` see the difference",
+            )

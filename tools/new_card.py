@@ -1,4 +1,4 @@
-"""Begin a card: ``python tools/new_card.py TOPIC ID`` writes content/cards/TOPIC/ID.yaml with every part that a card has.
+"""Begin a card: ``python tools/new_card.py TOPIC ID`` writes content/cards/TOPIC/ID.yaml with every part of a card.
 
 What has to be written is marked TODO (or to_be_written, for names), and tools/check_content.py lists it line by line.
 """
@@ -27,7 +27,10 @@ def skeleton(deck: Deck, topic: str, card_id: str) -> str:
         raise ValueError(f"got the topic {topic!r}; topics.yaml has {choices(topic, list(deck.topics), most=20)}")
     planned = deck.topics[topic].cards
     if card_id not in planned:
-        raise ValueError(f"got the id {card_id!r}; under {topic} topics.yaml has {choices(card_id, planned, most=30)}. A new card is added there first")
+        raise ValueError(
+            f"got the id {card_id!r}; under {topic} topics.yaml has {choices(card_id, planned, most=30)}. A new "
+            "card is added there first"
+        )
     tracks = ", ".join(name for name, track in deck.tracks.items() if card_id in track.cards)
     claims = "".join(_claim(limit=n == LEAST["claims"] - 1) for n in range(LEAST["claims"]))
     return f"""\
@@ -47,7 +50,7 @@ sources:
 
 {_text("question", "as an interviewer would say it", "像面试官那样问")}
 {_text("intent", "what the interviewer is after, and what makes the question hard", "面试官想考什么，难在哪里")}
-{_text("short_answer", "two to four sentences that say every key point with must: true", "两到四句，讲到每个 must: true 的要点")}
+{_text("short_answer", "two to four sentences that say every must point", "两到四句，讲到每个 must 要点")}
 {_text("spoken", "the same for the ear, at most 75 words", "同样的内容，说出来的话，至多 130 个单位")}
 key_points:
 {_item([("must", "true")], ("point", "one point of a complete answer", "完整回答的一个要点"))}\
@@ -107,7 +110,7 @@ def _step() -> str:
 def _claim(*, limit: bool) -> str:
     return f"""\
   - id: {TO_LINK}
-{_text("statement", "one sentence; each of its numbers stands in params, versus or expect", "一句话；其中每个数都写在 params、versus 或 expect 里", 4)}\
+{_text("statement", "one sentence, with no number but its run's", "一句话，其中的数都来自这次运行", 4)}\
     experiment: {TO_NAME}
     params: {{}}
     metric: {TO_NAME}
@@ -129,7 +132,10 @@ def _mistake() -> str:
 
 def _follow_up() -> str:
     prose = _item([], ("question", "the next question", "下一个问题"), ("answer", "its answer", "答案"))
-    points = f"    key_points:\n      - en: |\n          {TO_WRITE} one point\n        zh: |\n          {TO_WRITE} 一个要点\n"
+    points = (
+        f"    key_points:\n      - en: |\n          {TO_WRITE} one point\n        zh: |\n          {TO_WRITE} "
+        "一个要点\n"
+    )
     return prose + points + "    lab: {use: main, params: {}}\n"
 
 

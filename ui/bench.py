@@ -25,6 +25,7 @@ SEEDS = 5  # runs behind the ± of a figure
 POLL_S = 0.4
 DEFAULT_BUDGET_S, MOST_BUDGET_S = 10, 120
 FIGURES = 3
+MOST_TABS = 3  # more plots than this go into a list
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ def _show_reference(setup: Setup, spec: RunSpec) -> bool:
         return False
     if spec.params != registry.get(setup.experiment).Params.from_mapping(setup.params).as_dict():
         return False
-    state.reader().shown[setup.slot] = Shown(spec, Result(dict(reference.metrics), dict(reference.tables), reference.done), "reference")
+    state.reader().shown[setup.slot] = Shown(
+        spec, Result(dict(reference.metrics), dict(reference.tables), reference.done), "reference"
+    )
     return True
 
 
@@ -191,7 +194,9 @@ def _measure(setup: Setup, spec: RunSpec) -> None:
         for i, claim in enumerate(claims):
             handle.progress((SEEDS + i) / total)
             verdicts.append(verify(claim, card, device=spec.device, check_stop=handle.check_stop))
-        spread = {m: (max(r.metrics[m] for r in results) - min(r.metrics[m] for r in results)) / 2 for m in results[0].metrics}
+        spread = {
+            m: (max(r.metrics[m] for r in results) - min(r.metrics[m] for r in results)) / 2 for m in results[0].metrics
+        }
         middle = {m: statistics.median(r.metrics[m] for r in results) for m in results[0].metrics}
         shown = Shown(spec, Result(middle, results[0].tables), "here", spread=spread, n_seeds=SEEDS)
         return Measured(shown, tuple(verdicts))
@@ -229,7 +234,9 @@ def _draw(setup: Setup, experiment: Experiment, spec: RunSpec) -> None:
     if job is not None:
         jobbar.draw(job)
     if result is None:
-        st.skeleton(height=charts.HEIGHT) if job is not None else st.info(t("nothing_run"), icon=":material/play_arrow:")
+        st.skeleton(height=charts.HEIGHT) if job is not None else st.info(
+            t("nothing_run"), icon=":material/play_arrow:"
+        )
     else:
         _chart(setup, experiment, result)
         _figures(setup, experiment, result, shown)
@@ -238,7 +245,7 @@ def _draw(setup: Setup, experiment: Experiment, spec: RunSpec) -> None:
     if message:
         st.warning(message, icon=":material/info:")
     _buttons(setup, experiment, spec, job is not None)
-    if shown is not None:
+    if shown is not None and job is None:
         _caption(setup, shown)
     if result is not None:
         _details(setup, experiment, result)
@@ -255,13 +262,22 @@ def _chart(setup: Setup, experiment: Experiment, result: Result) -> None:
         key = state.default_control(setup.slot, "plot", names[0])
         if state.value_of(key) not in names:
             state.set_value(key, names[0])
-        chosen = st.segmented_control(
-            t("plot"), names, key=key, format_func=lambda n: text.say(words.plots[n]), label_visibility="collapsed", required=True
-        )
+
+        def title(name: str) -> str:
+            return text.say(words.plots[name])
+
+        if len(names) <= MOST_TABS:
+            chosen = st.segmented_control(
+                t("plot"), names, key=key, format_func=title, label_visibility="collapsed", required=True
+            )
+        else:
+            chosen = st.selectbox(t("plot"), names, key=key, format_func=title, label_visibility="collapsed")
         plot = plots[names.index(chosen)]
     else:
         st.caption(text.say(words.plots[plot.name]))
-    charts.draw(plot, result.tables[plot.table], key=f"{setup.slot}-{plot.name}", description=summary(experiment, result))
+    charts.draw(
+        plot, result.tables[plot.table], key=f"{setup.slot}-{plot.name}", description=summary(experiment, result)
+    )
 
 
 def summary(experiment: Experiment, result: Result) -> str:
@@ -343,12 +359,22 @@ def _details(setup: Setup, experiment: Experiment, result: Result) -> None:
         return
     with fold:
         st.write(summary(experiment, result))
-        rows = {text.with_unit(m.name, m.unit): text.number(result.metrics[m.name]) for m in experiment.metrics if m.name in result.metrics}
-        st.dataframe({t("metric"): list(rows), t("value"): list(rows.values())}, hide_index=True, key=f"{setup.slot}-metrics")
+        rows = {
+            text.with_unit(m.name, m.unit): text.number(result.metrics[m.name])
+            for m in experiment.metrics
+            if m.name in result.metrics
+        }
+        st.dataframe(
+            {t("metric"): list(rows), t("value"): list(rows.values())}, hide_index=True, key=f"{setup.slot}-metrics"
+        )
         for plot in experiment.plots:
             if plot.table in result.tables:
                 st.caption(text.say(text.experiment(experiment.name).plots[plot.name]))
-                st.dataframe(charts.as_frame(plot, result.tables[plot.table]), hide_index=True, key=f"{setup.slot}-{plot.name}-rows")
+                st.dataframe(
+                    charts.as_frame(plot, result.tables[plot.table]),
+                    hide_index=True,
+                    key=f"{setup.slot}-{plot.name}-rows",
+                )
 
 
 # -- predict, then run ------------------------------------------------------------------------------------------------
@@ -399,7 +425,14 @@ def _prediction_outcome(setup: Setup) -> None:
     reader = state.reader()
     if prediction not in reader.predictions:
         reader.predictions.append(prediction)
-    st.info(t("prediction_outcome", predicted=text.number(predicted), measured=text.number(measured), error=_how_far(predicted, measured)))
+    st.info(
+        t(
+            "prediction_outcome",
+            predicted=text.number(predicted),
+            measured=text.number(measured),
+            error=_how_far(predicted, measured),
+        )
+    )
 
 
 def _how_far(predicted: float, measured: float) -> str:

@@ -37,7 +37,10 @@ def draw() -> None:
 def _list() -> None:
     held = deck.deck()
     st.header(t("page_cards"), anchor=False)
-    query = st.text_input(t("search"), key="card_search", placeholder=t("search_hint"), icon=":material/search:", live=True) or ""
+    query = (
+        st.text_input(t("search"), key="card_search", placeholder=t("search_hint"), icon=":material/search:", live=True)
+        or ""
+    )
     with st.container(horizontal=True):
         topics = sorted({c.topic for c in held.cards.values()})
         topic = st.pills(t("topic"), topics, key="card_topic", format_func=lambda v: say(held.topics[v].title))
@@ -51,7 +54,9 @@ def _list() -> None:
     for card in found:
         with st.container(border=True):
             frame.link("cards", prose_plain(card), icon=":material/style:", card=card.id)
-            st.caption(f"{say(held.topics[card.topic].title)} · {t(f'level_{card.level}')} · {t('minutes', n=card.minutes)}")
+            st.caption(
+                f"{say(held.topics[card.topic].title)} · {t(f'level_{card.level}')} · {t('minutes', n=card.minutes)}"
+            )
             _badges(card)
     _broken(held.broken)
 
@@ -62,7 +67,7 @@ def prose_plain(card: Card) -> str:
 
 
 def _matches(card: Card, query: str, topic: str | None, level: str | None, track: str | None) -> bool:
-    if topic and card.topic != topic or level and card.level != level:
+    if (topic and card.topic != topic) or (level and card.level != level):
         return False
     if track and card.id not in deck.deck().tracks[track].cards:
         return False
@@ -91,7 +96,9 @@ def _card(card: Card) -> None:
     with reading:
         _head(card)
         if _hidden(card):
-            st.button(t("show_answers"), icon=":material/visibility:", on_click=state.reader().revealed.add, args=(card.id,))
+            st.button(
+                t("show_answers"), icon=":material/visibility:", on_click=state.reader().revealed.add, args=(card.id,)
+            )
         else:
             st.subheader(t("short_answer"), anchor=False)
             st.markdown(prose.markdown(card, card.short_answer))
@@ -106,7 +113,9 @@ def _top(card: Card) -> None:
     ids = list(held.cards)
     place = ids.index(card.id)
     with st.container(horizontal=True, vertical_alignment="center"):
-        st.caption(f"{say(held.topics[card.topic].title)} › {t(f'level_{card.level}')} › {t('minutes', n=card.minutes)}")
+        st.caption(
+            f"{say(held.topics[card.topic].title)} › {t(f'level_{card.level}')} › {t('minutes', n=card.minutes)}"
+        )
         frame.link("cards", t("all_cards"), icon=":material/list:")
         if place > 0:
             frame.link("cards", t("previous_card"), icon=":material/chevron_left:", card=ids[place - 1])
@@ -130,7 +139,11 @@ def _badges(card: Card) -> None:
     held = sum(1 for c in card.claims if c.id in results and prose.ground(card, c.id, results[c.id]) == prose.HOLDS)
     with st.container(horizontal=True, gap="small"):
         if card.asked:
-            st.badge(t("asked", banks=card.asked.banks, of=card.asked.of), icon=":material/local_fire_department:", color="orange")
+            st.badge(
+                t("asked", banks=card.asked.banks, of=card.asked.of),
+                icon=":material/local_fire_department:",
+                color="orange",
+            )
         st.badge(
             t("claims_hold", held=held, total=len(card.claims)),
             icon=":material/verified:",
@@ -192,12 +205,10 @@ def _outcome(card: Card, claim: Claim) -> None:
         return
     colour = prose.ground(card, claim.id, result)
     sign = ":material/check:" if result.holds else ":material/close:"
+    number = f":{colour}-background[[{text.number(result.value)}](#{prose.anchor(claim.id)})]"
     where = t("here") if claim.id in state.reader().verdicts else t("reference_run")
-    st.markdown(
-        f"{sign} :{colour}-background[[{text.number(result.value)}](#{prose.anchor(claim.id)})]"
-        f" :small[:gray[{text.name(claim.metric)} · {t('accepted')} {ledger.bounds(*interval(claim.expect))} · {where}]]",
-        width="content",
-    )
+    about = " · ".join((ledger.measure(claim), f"{t('accepted')} {ledger.bounds(*interval(claim.expect))}", where))
+    st.markdown(f"{sign} {number} :small[:gray[{about}]]", width="content")
 
 
 def _follow_ups(card: Card) -> None:
@@ -213,7 +224,13 @@ def _follow_up(card: Card, f: FollowUp) -> None:
     if f.claim:
         _outcome(card, card.claim(f.claim))
     if f.lab:
-        st.button(t("open_in_lab"), key=f"lab-{f.id}", icon=":material/science:", on_click=_set_lab, args=(card, f.lab.use, dict(f.lab.params)))
+        st.button(
+            t("open_in_lab"),
+            key=f"lab-{f.id}",
+            icon=":material/science:",
+            on_click=_set_lab,
+            args=(card, f.lab.use, dict(f.lab.params)),
+        )
 
 
 def _mistakes(card: Card) -> None:
@@ -240,7 +257,8 @@ def _trade_offs(card: Card) -> None:
         with st.container(border=True):
             st.markdown(f"**{say(a.name).strip()}**")
             st.latex(a.formula)
-            st.markdown(f":green[:material/add:] {prose.markdown(card, a.buys).strip()}\n\n:orange[:material/remove:] {prose.markdown(card, a.costs).strip()}")
+            st.markdown(f":green[:material/add:] {prose.markdown(card, a.buys).strip()}")
+            st.markdown(f":orange[:material/remove:] {prose.markdown(card, a.costs).strip()}")
             if a.claim:
                 _outcome(card, card.claim(a.claim))
     if card.alternatives.table:
@@ -307,16 +325,17 @@ def _lab(card: Card) -> None:
         state.set_value(key, by_link or ids[0])
     titles = {lab.id: say(text.experiment(lab.experiment).title) for lab in card.labs}
     with st.container(border=True, key="bench"):
-        if len(ids) > 1:
-            chosen = st.selectbox(t("lab"), ids, key=key, format_func=titles.__getitem__)
-        else:
-            chosen = ids[0]
+        chosen = st.selectbox(t("lab"), ids, key=key, format_func=titles.__getitem__)
         lab = card.lab(chosen)
         st.subheader(f":material/science: {titles[chosen]}", anchor=False)
         st.caption(say(lab.look_for).strip())
         declared = registry.get(lab.experiment).Params
         start = declared.defaults() | dict(lab.params)
-        extra = {n: v for n in start if n not in lab.controls and (v := state.control_value(_slot(card, lab.id), n)) is not None}
+        extra = {
+            n: v
+            for n in start
+            if n not in lab.controls and (v := state.control_value(_slot(card, lab.id), n)) is not None
+        }
         bench.panel(
             bench.Setup(
                 slot=_slot(card, lab.id),
@@ -354,4 +373,3 @@ def _receipts(card: Card) -> None:
     _verify_all(card, "receipts")
     for claim in card.claims:
         ledger.receipt(card, claim)
-

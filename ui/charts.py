@@ -1,7 +1,7 @@
-"""Plot → Vega-Lite, once: charts are written with Altair (which checks them), their spec is kept, and rows are sent as data.
+"""Plot → Vega-Lite, once: charts are written with Altair, which checks them; their spec is kept, rows are sent as data.
 
-Streamlit's own ``st.altair_chart`` checks and converts a chart at every rerun, under one lock of the whole process; a kept
-spec drawn with ``st.vega_lite_chart`` costs about a twentieth of that.
+Streamlit's own ``st.altair_chart`` checks and converts a chart at every rerun, under one lock of the whole process; a
+kept spec drawn with ``st.vega_lite_chart`` costs about a twentieth of that.
 """
 
 from __future__ import annotations
@@ -96,25 +96,41 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
         if words.x_is_text
         else alt.X(plot.x, type="quantitative", title=words.x, scale=_scale(plot.x_scale), axis=_axis(plot.x_scale))
     )
-    y = alt.Y(plot.y, type="quantitative", title=words.y, scale=_scale(plot.y_scale, mark=plot.mark), axis=_axis(plot.y_scale))
+    y = alt.Y(
+        plot.y, type="quantitative", title=words.y, scale=_scale(plot.y_scale, mark=plot.mark), axis=_axis(plot.y_scale)
+    )
     tooltip = [alt.Tooltip(plot.x, type="nominal" if words.x_is_text else "quantitative", title=words.x)]
     tooltip.append(alt.Tooltip(plot.y, type="quantitative", title=words.y, format=".4~g"))
     base = alt.Chart(source)
     series: dict[str, Any] = {}
     if plot.by:
-        legend = alt.Legend(orient="top", title=None, columns=3, labelLimit=240, symbolType="stroke", symbolSize=260, symbolStrokeWidth=3)
+        legend = alt.Legend(
+            orient="top",
+            title=None,
+            columns=3,
+            labelLimit=240,
+            symbolType="stroke",
+            symbolSize=260,
+            symbolStrokeWidth=3,
+        )
         series["color"] = alt.Color(plot.by, type="nominal", sort=list(words.series), legend=legend)
         if plot.mark == "line":
             dashes = [list(DASHES[i % len(DASHES)]) for i in range(len(words.series))]
             series["strokeDash"] = alt.StrokeDash(
-                plot.by, type="nominal", sort=list(words.series), scale=alt.Scale(domain=list(words.series), range=dashes), legend=legend
+                plot.by,
+                type="nominal",
+                sort=list(words.series),
+                scale=alt.Scale(domain=list(words.series), range=dashes),
+                legend=legend,
             )
         tooltip.insert(0, alt.Tooltip(plot.by, type="nominal", title=words.by))
 
     layers = []
     if plot.low and plot.high:
-        band = {k: v for k, v in series.items() if k == "color"}
-        layers.append(base.mark_area(opacity=0.18).encode(x=x, y=alt.Y(plot.low, type="quantitative", title=words.y), y2=plot.high, **band))
+        # by fill, not by colour: the legend would otherwise take the band's faintness
+        band = {"fill": alt.Fill(plot.by, type="nominal", sort=list(words.series), legend=None)} if plot.by else {}
+        area = base.mark_area(opacity=0.18)
+        layers.append(area.encode(x=x, y=alt.Y(plot.low, type="quantitative", title=words.y), y2=plot.high, **band))
     layers.append(_mark(base, plot).encode(x=x, y=y, tooltip=tooltip, **series))
     if plot.theory:
         law = base.mark_line(strokeDash=[5, 4], strokeWidth=1.5, color=words.colour)

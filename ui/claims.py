@@ -37,7 +37,12 @@ def draw() -> None:
             args=([(card.id, claim) for card, claim in found],),
         )
         st.download_button(
-            t("report"), data=_report(everything), file_name="claims.json", mime="application/json", icon=":material/download:", on_click="ignore"
+            t("report"),
+            data=_report(everything),
+            file_name="claims.json",
+            mime="application/json",
+            icon=":material/download:",
+            on_click="ignore",
         )
     if not found:
         st.info(t("no_claim_found"), icon=":material/search_off:")
@@ -50,15 +55,31 @@ def draw() -> None:
 
 def _filtered(everything: list[tuple[Card, Claim]]) -> list[tuple[Card, Claim]]:
     cards = {card.id: card for card, _ in everything}
-    query = st.text_input(t("search"), key="claims_search", placeholder=t("claims_search_hint"), icon=":material/search:", live=True) or ""
+    query = (
+        st.text_input(
+            t("search"), key="claims_search", placeholder=t("claims_search_hint"), icon=":material/search:", live=True
+        )
+        or ""
+    )
     with st.container(horizontal=True):
-        verdict = st.pills(t("verdict"), list(ledger.SIGNS), key="claims_verdict", format_func=lambda v: t("verdict_" + v))
+        verdict = st.pills(
+            t("verdict"), list(ledger.SIGNS), key="claims_verdict", format_func=lambda v: t("verdict_" + v)
+        )
         # t("verdict_holds") t("verdict_fails") t("verdict_stale") t("verdict_missing")
         experiments = sorted({claim.experiment for _, claim in everything})
-        experiment = st.selectbox(t("experiment"), experiments, index=None, key="claims_experiment", placeholder=t("any"), format_func=_title)
+        experiment = st.selectbox(
+            t("experiment"), experiments, index=None, key="claims_experiment", placeholder=t("any"), format_func=_title
+        )
         card_id = None
         if len(cards) > 1:
-            card_id = st.selectbox(t("card"), list(cards), index=None, key="claims_card", placeholder=t("any"), format_func=lambda c: say(cards[c].question).strip())
+            card_id = st.selectbox(
+                t("card"),
+                list(cards),
+                index=None,
+                key="claims_card",
+                placeholder=t("any"),
+                format_func=lambda c: say(cards[c].question).strip(),
+            )
     words = query.lower().split()
 
     def matches(card: Card, claim: Claim) -> bool:
@@ -83,7 +104,12 @@ def _report(everything: list[tuple[Card, Claim]]) -> str:
     rows = []
     for card, claim in everything:
         result = prose.measured(card).get(claim.id)
-        row: dict[str, object] = {"card": card.id, "claim": claim.id, "verdict": ledger.verdict(card, claim), "here": claim.id in own}
+        row: dict[str, object] = {
+            "card": card.id,
+            "claim": claim.id,
+            "verdict": ledger.verdict(card, claim),
+            "here": claim.id in own,
+        }
         row["statement"] = claim.statement.model_dump()
         if result is not None:
             row["receipt"] = dataclasses.asdict(result)

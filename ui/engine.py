@@ -80,12 +80,16 @@ def quick(spec: RunSpec) -> Result | None:
             raise Stopped("deadline")
 
     try:
-        return runner.run(spec.experiment, spec.params, seed=spec.seed, device=spec.device, dtype=spec.dtype, check_stop=check)
+        return runner.run(
+            spec.experiment, spec.params, seed=spec.seed, device=spec.device, dtype=spec.dtype, check_stop=check
+        )
     except Stopped:
         return None
 
 
-def submit(purpose: str, work: Callable[[Handle], T], *, device: str = "cpu", deadline_s: float | None = None) -> Job[T]:
+def submit(
+    purpose: str, work: Callable[[Handle], T], *, device: str = "cpu", deadline_s: float | None = None
+) -> Job[T]:
     """Start a job of this reader (a newer one replaces an older) and wait for it a moment."""
     reader = state.reader()
     warm_up().start()
@@ -112,6 +116,8 @@ def take_finished(purpose: str) -> Job[Any] | None:
     return job
 
 
-def spec_of(experiment: str, params: Mapping[str, Any], *, seed: int = 0, device: str = "cpu", dtype: str = "float32") -> RunSpec:
+def spec_of(
+    experiment: str, params: Mapping[str, Any], *, seed: int = 0, device: str = "cpu", dtype: str = "float32"
+) -> RunSpec:
     """One run, as data."""
     return RunSpec(experiment, dict(params), seed, device, dtype)

@@ -11,7 +11,7 @@ import streamlit as st
 
 from content.schema import LANGUAGES
 from engine import devices
-from ui import engine, saved, state, text
+from ui import engine, saved, state
 from ui.text import t
 
 log = logging.getLogger("attention_interview_lab")
@@ -40,7 +40,9 @@ def page(page_id: str) -> Iterator[None]:
     _sidebar(page_id)
     try:
         yield
-    except Exception as error:  # the one boundary: whatever a page did not foresee becomes a message, and its cause a log entry
+    except (
+        Exception
+    ) as error:  # the one boundary: whatever a page did not foresee becomes a message, and its cause a log entry
         log.exception("page %s failed", page_id)
         st.error(t("page_failed", kind=type(error).__name__), icon=":material/error:")
     engine.warm_up().start()
@@ -94,7 +96,9 @@ def _device_badge() -> None:
         st.caption(f":material/memory: {t('engine_starting')}\n\ntorch {version}")
         return
     device = devices.default()
-    st.caption(f":material/memory: {device.kind.upper()} · float32 · {t('one_thread')}\n\ntorch {version}", help=device.name)
+    st.caption(
+        f":material/memory: {device.kind.upper()} · float32 · {t('one_thread')}\n\ntorch {version}", help=device.name
+    )
     gpu = devices.idle_gpu()
     if gpu:
         st.warning(t("idle_gpu", gpu=gpu), icon=":material/info:")

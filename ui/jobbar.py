@@ -16,5 +16,7 @@ def draw(job: Job[Any], label: str = "") -> None:
         if job.state == "waiting":
             st.progress(0.0, text=t("in_line", place=job.place))
         else:
-            st.progress(min(1.0, job.fraction), text=f"{label or t('running')} {job.fraction:.0%} · {job.seconds:.0f} s")
+            st.progress(
+                min(1.0, job.fraction), text=f"{label or t('running')} {job.fraction:.0%} · {job.seconds:.0f} s"
+            )
         st.button(t("stop"), key=f"stop-{job.id}", icon=":material/stop:", on_click=job.stop)

@@ -22,9 +22,15 @@ def draw() -> None:
     names = list(registry.names())
     key = "lab_experiment"
     if state.value_of(key) not in names:
-        state.set_value(key, state.link_value("experiment", names) or ("softmax_saturation" if "softmax_saturation" in names else names[0]))
+        state.set_value(
+            key,
+            state.link_value("experiment", names)
+            or ("softmax_saturation" if "softmax_saturation" in names else names[0]),
+        )
     st.header(t("page_lab"), anchor=False)
-    name = st.selectbox(t("experiment"), names, key=key, format_func=lambda n: say(text.experiment(n).title), on_change=_forget_link)
+    name = st.selectbox(
+        t("experiment"), names, key=key, format_func=lambda n: say(text.experiment(n).title), on_change=_forget_link
+    )
     experiment = registry.get(name)
     words = text.experiment(name)
     reading, working = st.columns([5, 6], gap="large")
@@ -52,13 +58,17 @@ def _setup(experiment: Experiment) -> bench.Setup:
     if refused:
         st.warning(t("link_refused", names=", ".join(refused)), icon=":material/link_off:")
     with st.container(horizontal=True):
-        seed = st.number_input(t("seed"), 0, 2**31 - 1, key=state.default_control(slot, "seed", _link_int("seed")), width=140)
+        seed = st.number_input(
+            t("seed"), 0, 2**31 - 1, key=state.default_control(slot, "seed", _link_int("seed")), width=140
+        )
         device, dtype = "cpu", "float32"
         if engine.is_ready():
             found = {d.id: d for d in devices.available()}
             by_link = state.link_value("device", found)
             device_key = state.default_control(slot, "device", by_link or devices.default().id)
-            device = st.selectbox(t("device"), list(found), key=device_key, format_func=lambda i: found[i].name, width=240)
+            device = st.selectbox(
+                t("device"), list(found), key=device_key, format_func=lambda i: found[i].name, width=240
+            )
             dtypes = [d for d in found[device].dtypes if d in ("float32", "float64")] or ["float32"]
             dtype_key = state.default_control(slot, "dtype", state.link_value("dtype", dtypes) or "float32")
             if state.value_of(dtype_key) not in dtypes:
@@ -95,7 +105,7 @@ def _link_int(name: str) -> int:
 def _from_link(experiment: Experiment, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Parameters named in the link; those that can't be taken are listed and left at their default."""
     values, refused = dict(defaults), []
-    for name, spec in experiment.Params.specs().items():
+    for name in experiment.Params.specs():
         raw = state.link_value(name)
         if raw is None:
             continue
@@ -135,8 +145,12 @@ def _sweep_panel(experiment: Experiment, setup: bench.Setup, purpose: str, polle
     over_options = [n for n, s in specs.items() if isinstance(s, NumberSpec)]
     slot = f"sweep/{experiment.name}"
     with st.container(horizontal=True, vertical_alignment="bottom"):
-        over = st.selectbox(t("sweep_over"), over_options, key=f"{slot}.over", format_func=lambda n: text.name(n, plain=True))
-        metric = st.selectbox(t("metric"), experiment.metric_names, key=f"{slot}.metric", format_func=lambda n: text.name(n, plain=True))
+        over = st.selectbox(
+            t("sweep_over"), over_options, key=f"{slot}.over", format_func=lambda n: text.name(n, plain=True)
+        )
+        metric = st.selectbox(
+            t("metric"), experiment.metric_names, key=f"{slot}.metric", format_func=lambda n: text.name(n, plain=True)
+        )
         st.button(
             t("run_sweep"),
             key=f"{slot}.run",
@@ -209,8 +223,20 @@ def _draw_sweep(experiment: Experiment, result: Sweep, metric: str, slot: str) -
         y_unit=experiment.metric(metric).unit,
     )
     table = result.table(metric)
-    st.caption(t("sweep_title", metric=text.with_unit(metric, experiment.metric(metric).unit), over=text.name(result.over, plain=True), seeds=len(result.seeds)))
-    charts.draw(plot, table, key=f"{slot}-chart", description=t("sweep_title", metric=metric, over=result.over, seeds=len(result.seeds)))
+    st.caption(
+        t(
+            "sweep_title",
+            metric=text.with_unit(metric, experiment.metric(metric).unit),
+            over=text.name(result.over, plain=True),
+            seeds=len(result.seeds),
+        )
+    )
+    charts.draw(
+        plot,
+        table,
+        key=f"{slot}-chart",
+        description=t("sweep_title", metric=metric, over=result.over, seeds=len(result.seeds)),
+    )
     fold = st.expander(t("table_and_summary"), key=f"{slot}-rows", on_change="rerun")
     if fold.open:
         with fold:

@@ -34,6 +34,12 @@ def bounds(low: float | None, high: float | None) -> str:
     return f"≥ {text.number(low)}" if low is not None else f"≤ {text.number(high or 0.0)}"
 
 
+def measure(claim: Claim) -> str:
+    """What the number of a claim is: its metric, or the ratio of it to what it is compared with."""
+    name = text.name(claim.metric)
+    return f"{name} · {t('ratio')}" if claim.expect.is_ratio else name
+
+
 def receipt(card: Card, claim: Claim) -> None:
     """One row: verdict and statement; value, interval, seeds, device, dtype, version, date; a button that renews it."""
     state_of = verdict(card, claim)
@@ -50,7 +56,7 @@ def receipt(card: Card, claim: Claim) -> None:
             if result is None:
                 st.caption(accepted)
             else:
-                st.markdown(f":{colour}-background[{text.number(result.value)}] :small[{accepted}]")
+                st.markdown(f":{colour}-background[{text.number(result.value)}] :small[{measure(claim)} · {accepted}]")
                 st.caption(" · ".join(_circumstances(claim, result)))
             why = _why_not(card, claim, state_of)
             if why:
@@ -82,7 +88,9 @@ def _why_not(card: Card, claim: Claim, state_of: str) -> str:
     if state_of == "missing":
         return t("why_missing")
     if state_of == "stale":
-        return t(f"why_stale_{deck.staleness(card.id)[claim.id]}")  # t("why_stale_claim") t("why_stale_code") t("why_stale_missing")
+        return t(
+            f"why_stale_{deck.staleness(card.id)[claim.id]}"
+        )  # t("why_stale_claim") t("why_stale_code") t("why_stale_missing")
     if state_of == "fails":
         failed = prose.measured(card)[claim.id].failed_seeds
         return t("why_fails", seeds=", ".join(map(str, failed)))

@@ -36,7 +36,7 @@ def ground(card: Card, claim: str, result: Verdict | Receipt | None) -> str:
 
 
 def anchor(claim: str) -> str:
-    """Where the receipt of a claim stands on the card's page: its heading is the id, and Streamlit makes that the anchor."""
+    """Where a receipt stands on the card's page: its heading is the claim's id, and Streamlit makes that the anchor."""
     return claim
 
 

@@ -35,7 +35,11 @@ def _timer() -> None:
         reader.timer_started = None
         st.rerun()
     over = elapsed > TARGET_S
-    label = t("timer_over", seconds=f"{elapsed:.0f}") if over else t("timer_running", seconds=f"{elapsed:.0f}", target=TARGET_S)
+    label = (
+        t("timer_over", seconds=f"{elapsed:.0f}")
+        if over
+        else t("timer_running", seconds=f"{elapsed:.0f}", target=TARGET_S)
+    )
     st.progress(min(1.0, elapsed / TARGET_S), text=label)
     st.button(t("timer_stop"), icon=":material/timer_off:", key="timer", on_click=_set_timer, args=(False,))
 

@@ -32,7 +32,9 @@ def _fill(table: FilledTable) -> None:
         for metric, column in zip(table.metrics, list(columns.values())[1:], strict=True):
             column.append("…" if result is None else text.number(result.metrics[metric]))
     st.table(columns, border="horizontal", hide_index=True)
-    settings = ", ".join(f"{text.name(n, plain=True)} = {text.choice(str(v), plain=True)}" for n, v in table.params.items())
+    settings = ", ".join(
+        f"{text.name(n, plain=True)} = {text.choice(str(v), plain=True)}" for n, v in table.params.items()
+    )
     st.caption(t("compared_at", settings=settings))
     if any("…" in column for column in columns.values()):
         st.caption(t("engine_starting"))

@@ -94,7 +94,9 @@ def error(exception: BaseException) -> str:
     if isinstance(exception, ParamsError):
         return "\n\n".join(problem(p) for p in exception.problems)
     if isinstance(exception, TooLarge):
-        return t("too_large", needed=size(exception.needed_bytes), limit=size(exception.limit_bytes), device=exception.device)
+        return t(
+            "too_large", needed=size(exception.needed_bytes), limit=size(exception.limit_bytes), device=exception.device
+        )
     if isinstance(exception, OutOfMemory):
         return t("out_of_memory", device=exception.device)
     return t("run_failed", kind=type(exception).__name__)

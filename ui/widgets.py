@@ -15,7 +15,9 @@ from ui import state, text
 MOST_SEGMENTS = 6  # more choices than this go into a list
 
 
-def params_controls(experiment: Experiment, names: Iterable[str], start: Mapping[str, Any], slot: str) -> dict[str, Any]:
+def params_controls(
+    experiment: Experiment, names: Iterable[str], start: Mapping[str, Any], slot: str
+) -> dict[str, Any]:
     """Draw controls for ``names`` and return all parameters: those not drawn keep ``start``.
 
     Sizes first, in two columns, then the rules, as one thinks.
@@ -45,7 +47,9 @@ def _number(slot: str, field: str, spec: NumberSpec, start: float) -> float:
     if spec.log2:
         current = state.value_of(key)
         options = _powers_of_two(spec, whole, {start, current})
-        return st.select_slider(label, options, key=key, help=help_text, format_func=lambda v: f"{v:,}" if whole else f"{v:g}")
+        return st.select_slider(
+            label, options, key=key, help=help_text, format_func=lambda v: f"{v:,}" if whole else f"{v:g}"
+        )
     if whole:
         return st.slider(label, int(spec.low), int(spec.high), key=key, step=int(spec.step or 1), help=help_text)
     if spec.step:

@@ -103,8 +103,6 @@ def _draw(run: Run, *shape: int, q_len: int, kv_len: int, d_k: int) -> tuple[tor
 
 def _item(kind: str, drawn: tuple[torch.Tensor, ...], run: Run, done: float) -> torch.Tensor:
     """Logits of every query with every key; the additive form a few queries at a time. Shapes: (..., q_len, kv_len)."""
-    import torch
-
     q, k, W_q, W_k, v = drawn
     if kind == "dot":
         return qk_product(q, k)
@@ -112,13 +110,13 @@ def _item(kind: str, drawn: tuple[torch.Tensor, ...], run: Run, done: float) -> 
         return attention_logits(q, k, "inv_sqrt_d_k")
     q_len, projected_q, projected_k = q.shape[-2], q @ W_q.mT, k @ W_k.mT
     rows = max(1, CHUNK_NUMBERS // projected_k.numel())
-    chunks = []
+    logits = q.new_empty(*q.shape[:-1], k.shape[-2])  # filled in place: small results among big ones fragment the heap
     for start in range(0, q_len, rows):
         run.progress(done)
         some_q = projected_q[..., start : start + rows, :]
         hidden = (some_q[..., :, None, :] + projected_k[..., None, :, :]).tanh()  # (..., rows, kv_len, d_k)
-        chunks.append((hidden @ v[..., None, :, :])[..., 0])
-    return torch.cat(chunks, dim=-2)
+        logits[..., start : start + rows, :] = (hidden @ v[..., None, :, :])[..., 0]
+    return logits
 
 
 def _by_width(run: Run) -> Table:

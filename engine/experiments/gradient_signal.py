@@ -58,7 +58,7 @@ def memory_bytes(params: Params) -> int:
     gradients = params.n_batches * (params.d_k * D_MODEL + D_MODEL * D_MODEL)
     one = params.d_k * D_MODEL + 16 * params.kv_len * D_MODEL + BATCH * (params.d_k + params.kv_len * D_MODEL)
     chunk = max(CHUNK_NUMBERS, one)
-    return 8 * (2 * gradients + 16 * chunk + 8 * params.n_batches * BATCH * params.kv_len)
+    return 8 * (3 * gradients + 16 * chunk + 8 * params.n_batches * BATCH * params.kv_len)
 
 
 def run(params: Params, run: Run) -> Result:

@@ -82,7 +82,7 @@ def run(params: Params, run: Run) -> Result:
     """
     from torch.nn.functional import layer_norm
 
-    variance = {init: weight_variance(init, params.d_model, params.d_k) for init in INITS}
+    variance = {init: _weight_variance(init, params.d_model, params.d_k) for init in INITS}
     q_square: dict[str, list[float]] = {init: [] for init in INITS}
     logits_square: dict[str, list[float]] = {init: [] for init in INITS}
     weight_max = []
@@ -118,7 +118,7 @@ def _mean_square(x: torch.Tensor) -> float:
     return float(x.cpu().double().square().mean())
 
 
-def weight_variance(init: str, d_model: int, d_k: int) -> float:
+def _weight_variance(init: str, d_model: int, d_k: int) -> float:
     """Variance of one number of W_q or W_k: a uniform law on ±b has b²/3, Xavier's b² is 6 / (rows + columns)."""
     rows = {"xavier_square": d_model, "xavier_per_head": d_k, "xavier_packed": 3 * d_model}
     if init in rows:

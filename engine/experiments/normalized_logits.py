@@ -34,8 +34,8 @@ NORMS = ("none", "inv_sqrt_d_k", "layer_norm_logits", "qk_norm", "cosine")
 
 @dataclass(frozen=True)
 class Params(BaseParams):
-    d_k: int = number(64, low=1, high=1024, log2=True)
-    kv_len: int = number(64, low=2, high=4096, log2=True)
+    d_k: int = number(64, low=1, high=512, log2=True)
+    kv_len: int = number(64, low=2, high=1024, log2=True)
     norm: str = choice("layer_norm_logits", "qk_norm", "cosine", "none", "inv_sqrt_d_k")
     q_std: float = number(1.0, low=0.015625, high=64, log2=True)
     tau: float = number(1.0, low=0.01, high=16)
@@ -70,7 +70,7 @@ TOP_RANKS = 64
 
 def memory_bytes(params: Params) -> int:
     """One item of the batch, q, k and logits with their temporaries, and the rows behind the tables, in float64."""
-    item = Q_LEN * params.d_k + 3 * params.kv_len * params.d_k + 12 * Q_LEN * params.kv_len
+    item = 2 * Q_LEN * params.d_k + 8 * params.kv_len * params.d_k + 12 * Q_LEN * params.kv_len
     return 8 * (item + 3 * TABLE_ROWS * params.kv_len)
 
 
@@ -165,8 +165,8 @@ def _tables(params: Params, run: Run, position_gain: torch.Tensor) -> dict[str, 
     q, k = run.randn(n_items, Q_LEN, params.d_k), run.randn(n_items, params.kv_len, params.d_k)
     spreads, ranks = [], []
     for norm in NORMS:
-        run.progress(1.0)
         for q_std in SPREADS:
+            run.progress(1.0)
             weights = softmax(_normalized(params, norm, q_std * q, k, position_gain))
             spreads.append((q_std, norm, weights.amax(dim=-1).cpu().double().mean().item()))
         weights = softmax(_normalized(params, norm, params.q_std * q, k, position_gain))

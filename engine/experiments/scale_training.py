@@ -128,8 +128,8 @@ def run(params: Params, run: Run) -> Result:
     seed.
 
     ``solved_step_mean_*``: mean over the seeds of the first recorded step with accuracy of at least 0.9; a seed that
-    never gets there counts as ``steps``, so the mean is then a lower bound. ``learned_factor_mean``: the learned scale
-    times √d_k, so that 1 is 1/√d_k.
+    never got there counts as the last step, so the mean is then a lower bound. ``learned_factor_mean``: the learned
+    scale times √d_k, so that 1 is 1/√d_k.
     """
     rules = params.trained()
     first_seed = run.generator.initial_seed()
@@ -204,7 +204,7 @@ def _result(params: Params, records: dict[int, dict[str, np.ndarray]], models: M
     for i, rule in enumerate(rules):
         start, end = ({name: curve[at, i] for name, curve in curves.items()} for at in (0, -1))
         solved = curves["accuracy"][:, i] >= SOLVED  # (record, seed)
-        solved_step = np.where(solved.any(axis=0), steps[solved.argmax(axis=0)], params.steps)
+        solved_step = np.where(solved.any(axis=0), steps[solved.argmax(axis=0)], steps[-1])
         of_rule = {
             "accuracy_min": end["accuracy"].min(),
             "accuracy_mean": end["accuracy"].mean(),

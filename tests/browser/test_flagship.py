@@ -63,7 +63,9 @@ def test_a_number_leads_to_its_receipt(app, reader):
     link.click()
     receipt = reader.page.locator(f'[id="{claim}"]')
     receipt.wait_for()
-    reader.page.wait_for_function("id => document.getElementById(id).getBoundingClientRect().top < innerHeight", arg=claim)
+    reader.page.wait_for_function(
+        "id => document.getElementById(id).getBoundingClientRect().top < innerHeight", arg=claim
+    )
 
 
 def test_run_on_this_device_renews_receipts(app, open_reader):

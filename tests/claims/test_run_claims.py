@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -308,8 +309,8 @@ def test_write_with_more_seeds_records_how_many_and_shows_the_claims_own(capsys,
     more = receipts.load("spread-of-qk", tmp_path).claims["variance-is-d-k"]
     assert (own.tried, more.tried) == (3, 6)
     assert (more.seeds, more.values, more.date) == (own.seeds, own.values, own.date)
-    write(capsys, tmp_path)
-    assert receipts.load("spread-of-qk", tmp_path).claims["variance-is-d-k"].tried == 6
+    write(capsys, tmp_path, "--seeds", 2)  # fewer than its own: those are run as well
+    assert receipts.load("spread-of-qk", tmp_path).claims["variance-is-d-k"] == more
 
 
 def test_writing_one_claim_leaves_the_others_but_not_those_of_another_machine(capsys, tmp_path, deck):
@@ -352,8 +353,8 @@ def test_a_failing_claim_is_written_as_failing(capsys, tmp_path, deck):
 
 
 @pytest.mark.claims  # processes of their own
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_ctrl_c_ends_it_cleanly_and_writes_nothing(tmp_path, deck, jobs):
+@pytest.mark.parametrize(("jobs", "everybody"), [(1, False), (2, False), (2, True)])
+def test_ctrl_c_ends_it_cleanly_and_writes_nothing(tmp_path, deck, jobs, everybody):
     spoil(
         deck, "params: {d_k: 512, scale: inv_sqrt_d_k, n_pairs: 4096}", "params: {d_k: 4096, n_pairs: 131072}"
     )  # half a minute
@@ -368,10 +369,15 @@ def test_ctrl_c_ends_it_cleanly_and_writes_nothing(tmp_path, deck, jobs):
         "--jobs",
         jobs,
     ]
-    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         assert process.stdout.readline().startswith("holds")
-        process.send_signal(signal.SIGINT)
+        if everybody:  # as a terminal does: the workers are told as well
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     finally:
         with contextlib.suppress(ProcessLookupError):

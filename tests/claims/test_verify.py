@@ -6,7 +6,7 @@ import pytest
 
 from claims.verify import Unfinished, interval, under_fails_when, verify
 from engine import registry, runner
-from engine.base import ParamsError, Stopped
+from engine.base import ParamsError, Stopped, make_run
 from tests.claims.pretended import claim, install
 from tests.harness import mutant
 
@@ -78,9 +78,10 @@ def test_a_ratio_to_zero_fails_without_a_crash(monkeypatch, expect, value):
     assert verdict.failed_seeds == (0, 1, 2)
 
 
-@pytest.mark.parametrize(("expect", "value"), [({"greater": True}, -1.0), ({"less": True}, -3.0)])
+@pytest.mark.parametrize("expect", [{"greater": True}, {"less": True}])
+@pytest.mark.parametrize("value", [-1.0, -3.0, 5.0])
 def test_greater_and_less_want_a_divisor_above_zero(monkeypatch, expect, value):
-    # -1 is greater than -2, but its ratio, which the receipt shows, is not greater than 1: such a claim is refused
+    # -3 ÷ -2 is more than 1 although -3 is less than -2: the ratio on the receipt would contradict the words
     install(monkeypatch, lambda params, seed: {"value": -2.0 if params.other else value, "second": 0.0})
     assert not verify(claim(expect, versus={"other": 1}), "card").holds
 
@@ -119,6 +120,20 @@ def test_what_is_written_on_a_verdict(monkeypatch):
     assert (verdict.claim, verdict.card) == ("a-claim", "some-card")
     assert (verdict.device, verdict.dtype, verdict.torch) == ("cpu", "float64", torch.__version__)
     assert 0 < verdict.seconds < 60
+
+
+def test_the_run_computes_where_and_how_it_was_asked_to(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        runner,
+        "make_run",
+        lambda seed, device, dtype, **hooks: (
+            seen.append((seed, device, dtype)) or make_run(seed, device, dtype, **hooks)
+        ),
+    )
+    install(monkeypatch, lambda params, seed: {"value": 1.0, "second": 0.0})
+    verify(claim({"ratio_equals": 1}, versus={"other": 1}, seeds=(7,)), "card", dtype="float64")
+    assert seen == [(7, "cpu", "float64")] * 2
 
 
 def test_versus_is_one_change_of_the_claims_own_run(monkeypatch):

@@ -21,7 +21,7 @@ def example() -> str:
 
 
 def edited(*edits: tuple[str, str]) -> str:
-    """The example with pieces replaced; each old piece stands in it exactly once, or the test is about something else."""
+    """The example with pieces replaced; each old piece stands in it once, or the test is about something else."""
     text = example()
     for old, new in edits:
         if text.count(old) != 1:

@@ -128,7 +128,10 @@ def test_the_documentation_shows_every_kind_of_format():
     assert len(documented()) >= 20
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from(["", "%", "bytes", ".1f", ",.0f", ".3g", ".2e", "d", ".1%", "+.2f"]))
+@given(
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(["", "%", "bytes", ".1f", ",.0f", ".3g", ".2e", "d", ".1%", "+.2f"]),
+)
 def test_every_number_can_be_written(value, spec):
     for language in ("en", "zh"):
         text = format_number(value, spec, language)
@@ -150,7 +153,16 @@ def test_three_digits_say_the_value(value):
 @given(st.integers(0, 2**59))
 def test_bytes_say_the_value(size):
     number, unit = format_number(size, "bytes").split(" ")
-    factor = {"byte": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}[unit]
+    factor = {
+        "byte": 1,
+        "bytes": 1,
+        "KiB": 2**10,
+        "MiB": 2**20,
+        "GiB": 2**30,
+        "TiB": 2**40,
+        "PiB": 2**50,
+        "EiB": 2**60,
+    }[unit]
     said = float(number.replace(",", "")) * factor
     assert abs(said - size) <= max(0.005 * size, 0.5)  # three digits
     assert size < 1024 or float(number.replace(",", "")) < 1024

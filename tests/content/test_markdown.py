@@ -49,6 +49,9 @@ FAULTS = {
     "brackets": ("zh", "方差(期望)大", 2, "write （"),
     "straight quotes": ("zh", '叫"温度"', 1, "write “ ”"),
     "three dots": ("zh", "等等...", 2, "write ……"),
+    "full stop behind a number": ("zh", "标准差是 16.", 7, "ends a Chinese sentence; write 。"),
+    "full stop inside": ("zh", "标准差是 16. 然后", 7, "ends a Chinese sentence"),
+    "question mark behind a word": ("zh", "为什么用 softmax?", 12, "ends a Chinese sentence"),
     "full-width in English": ("en", "one，two", 3, "full-width, in English; write ,"),
     "full stop in English": ("en", "one。", 3, "write ."),
     "Chinese in English": ("en", "the 方差 of", 4, "Chinese, in English"),
@@ -83,7 +86,7 @@ FINE = {
     ],
     "en": [
         "A **bold** word, *so*, and 2 * 3 * 4.",
-        "(**all** of it) and \"**quoted**\"",
+        '(**all** of it) and "**quoted**"',
         "$x < y$ and $y > z$, `<br>`, a < b > c",
         "Prices of \\$5 and \\$6; one ~ is fine.",
         "* a list\n* of two",
@@ -92,7 +95,7 @@ FINE = {
         "a \\* b",
         "$$\nx = 1\n$$",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("language", "text"), [(language, text) for language, texts in FINE.items() for text in texts])

@@ -28,8 +28,16 @@ SEEN = [
     ("en", "about a fifth of it", {"a fifth": (0.2, "share")}),
     ("en", "three quarters die", {"three quarters": (0.75, "share")}),
     ("en", "half of the rows", {"half": (0.5, "share")}),
-    ("en", "7 % of rows, 45% there, ten percent", {"7 %": (0.07, "share"), "45%": (0.45, "share"), "ten percent": (0.1, "share")}),
-    ("en", "40 GiB, 1.5 MB, 16 bytes", {"40 GiB": (40 * 2**30, "size"), "1.5 MB": (1.5e6, "size"), "16 bytes": (16, "plain")}),
+    (
+        "en",
+        "7 % of rows, 45% there, ten percent",
+        {"7 %": (0.07, "share"), "45%": (0.45, "share"), "ten percent": (0.1, "share")},
+    ),
+    (
+        "en",
+        "40 GiB, 1.5 MB, 16 bytes",
+        {"40 GiB": (40 * 2**30, "size"), "1.5 MB": (1.5e6, "size"), "16 bytes": (16, "plain")},
+    ),
     ("en", "$d_k = 512$ and $\\sigma = 0.5$", {"512": (512, "plain"), "0.5": (0.5, "plain")}),
     ("en", "the share is $45\\%$", {"45%": (0.45, "share")}),
     ("en", "2 times $1/\\sqrt{d_k}$", {"2": (2, "plain")}),
@@ -41,7 +49,11 @@ SEEN = [
     ("zh", "百分之七的行", {"百分之七": (0.07, "share")}),
     ("zh", "七成的行，一半的行", {"七成": (0.7, "share"), "一半": (0.5, "share")}),
     ("zh", "差两个数量级", {"两个数量级": (100, "times")}),
-    ("zh", "占 40 GiB，80.3 亿个，12 万条", {"40 GiB": (40 * 2**30, "size"), "80.3 亿": (8.03e9, "plain"), "12 万": (12e4, "plain")}),
+    (
+        "zh",
+        "占 40 GiB，80.3 亿个，12 万条",
+        {"40 GiB": (40 * 2**30, "size"), "80.3 亿": (8.03e9, "plain"), "12 万": (12e4, "plain")},
+    ),
     ("zh", "$1/\\sqrt{d_k}$ 的 2 倍", {"2 倍": (2, "plain")}),
     ("zh", "约40个key", {"40": (40, "plain")}),
 ]

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from content.strict_yaml import MAX_DEPTH, INVISIBLE, join_wrapped, read
+from content.strict_yaml import INVISIBLE, MAX_DEPTH, join_wrapped, read
 
 TRAPS = {
     "alias": ("a: &x [1]\nb: *x\n", 2, 4, "an alias (*x)"),
@@ -34,6 +34,7 @@ TRAPS = {
     "prose under >": ("x:\n  zh: >\n    中文\n", 2, 7, "write `|`"),
     "a comment that became prose": ("x:\n  zh: |\n    答案。\n    # note to myself\n", 4, 5, "begins with `# `"),
     "a comment far down": ("x:\n  en: |\n    One\n    two.\n\n    # note\n  zh: '中'\n", 6, 5, "begins with `# `"),
+    "number sign in plain text": ("because: it is rank #1 here\n", 1, 10, "ends before ` #`"),
     "colon in plain text": ("because: it holds: here\n", 1, 18, "a second `: ` on this line"),
     "comma in a flow mapping": ("a: {b: c, d}, e\n", 1, 13, "already complete"),
     "bracket in a flow list": ("a: [b, c\nd: 1\n", 2, 2, "must stand in single quotes"),
@@ -65,7 +66,9 @@ def test_trap(name):
 
 
 def test_alias_bomb_is_refused_without_being_expanded():
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"] + [
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)
+    ]
     document, problems = read("\n".join(lines), "x.yaml")
     assert len(problems) == 10 + 9 * 9  # every anchor, every alias
     assert all(v is None for v in document.data["a9"])
@@ -77,11 +80,37 @@ def test_all_problems_of_a_file_come_at_once():
 
 
 VALUES = {
-    "yes": "yes", "no": "no", "on": "on", "True": "True", "true": True, "false": False, "null": None, "~": None, "": None,
-    "12:30:45": "12:30:45", "2024-01-31": "2024-01-31", "1e-9": 1e-9, "1E5": 1e5, "1.": 1.0, ".5": 0.5, "-0.25": -0.25, "+3": 3,
-    "0": 0, "007": "007", "0x10": "0x10", "0o17": "0o17", "1_000": "1_000", ".inf": ".inf", ".nan": ".nan", "NaN": "NaN",
-    "40 * 2**30": "40 * 2**30", "1/16": "1/16", "9" * 41: "9" * 41, "=": "=", "1e": "1e",
-}  # fmt: skip
+    "yes": "yes",
+    "no": "no",
+    "on": "on",
+    "True": "True",
+    "true": True,
+    "false": False,
+    "null": None,
+    "~": None,
+    "": None,
+    "12:30:45": "12:30:45",
+    "2024-01-31": "2024-01-31",
+    "1e-9": 1e-9,
+    "1E5": 1e5,
+    "1.": 1.0,
+    ".5": 0.5,
+    "-0.25": -0.25,
+    "+3": 3,
+    "0": 0,
+    "007": "007",
+    "0x10": "0x10",
+    "0o17": "0o17",
+    "1_000": "1_000",
+    ".inf": ".inf",
+    ".nan": ".nan",
+    "NaN": "NaN",
+    "40 * 2**30": "40 * 2**30",
+    "1/16": "1/16",
+    "9" * 41: "9" * 41,
+    "=": "=",
+    "1e": "1e",
+}
 
 
 @pytest.mark.parametrize("written", VALUES)
@@ -106,7 +135,12 @@ def test_marks_say_where_a_field_stands():
 @pytest.mark.parametrize(
     ("text", "word", "line", "column"),
     [
-        ("x:\n  zh: |\n    第一行，\n    第二行里的 word。\n", "word", 4, 11),  # joined to one line, still found on its own
+        (
+            "x:\n  zh: |\n    第一行，\n    第二行里的 word。\n",
+            "word",
+            4,
+            11,
+        ),  # joined to one line, still found on its own
         ("x:\n  en: |\n    One line\n\n      indented word\n", "word", 5, 16),
         ("x:\n  en: 'a short word'\n", "word", 2, 16),
         ("x: {en: 'One', zh: '中 word'}\n", "word", 1, 23),
@@ -162,7 +196,10 @@ def test_joining_loses_nothing_but_line_breaks_and_indents(text):
 PLAIN = st.text(string.ascii_letters + "中文 '\"\\:#{}[],&*!|>%@`-?\n", max_size=30)
 DATA = st.recursive(
     st.booleans() | st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False) | PLAIN,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(string.ascii_lowercase, min_size=3, max_size=5), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(string.ascii_lowercase, min_size=3, max_size=5), inner, max_size=4)
+    ),
     max_leaves=20,
 )
 
@@ -174,7 +211,9 @@ def test_reads_what_a_writer_of_yaml_wrote(data):
     class Quoted(yaml.SafeDumper):
         pass
 
-    Quoted.add_representer(str, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:str", value, style="'"))
+    Quoted.add_representer(
+        str, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:str", value, style="'")
+    )
     text = yaml.dump(data, Dumper=Quoted, allow_unicode=True, width=10_000)
     if INVISIBLE.search(text) or '"' in text:  # the writer falls back to escapes, which are refused here
         return

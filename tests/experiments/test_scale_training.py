@@ -162,6 +162,16 @@ def test_law_catches_a_broken_model_or_loop(monkeypatch, old, new):
         law(with_broken_training(monkeypatch, old, new), SETTINGS[:2])
 
 
+def test_float32_follows_the_float64_reference():
+    p = {"d_k": 256, "kv_len": 16, "steps": 25, "n_seeds": 1, "with_tau": False}
+    table = run(get(NAME), seed=7, **p).tables["curves"]
+    # rounding (6e-8) stays small where training is smooth; unscaled it grows with every step (7e-5 after these 25)
+    for rule, tolerance in (("inv_sqrt_d_k", 5e-6), ("inv_d_k", 5e-6), ("none", 5e-3)):
+        rows = table["scale"] == rule
+        expected = reference_curves(7, tuple(p.items()))[rule, "loss"][table["step"][rows], 0]
+        np.testing.assert_allclose(table["loss_mean"][rows], expected, rtol=0, atol=tolerance)
+
+
 SMALL = {"d_k": 16, "kv_len": 4, "steps": 50}
 
 

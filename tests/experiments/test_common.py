@@ -96,6 +96,12 @@ def test_declarations_need_no_torch():
 
 
 @every_experiment
+def test_parameters_do_not_take_the_names_of_a_run(name):
+    # a run's own settings stand beside the parameters in a link and among the controls of the lab
+    assert not {"experiment", "seed", "device", "dtype", "lang"} & set(registry.get(name).Params.specs())
+
+
+@every_experiment
 def test_metrics_and_plots_are_well_declared(name):
     experiment = registry.get(name)
     assert len(set(experiment.metric_names)) == len(experiment.metrics) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -49,12 +50,14 @@ class Fault:
     message: str
 
 
-def spans(text: str) -> list[Span]:
+@functools.lru_cache(4096)  # each check looks at the same texts
+def spans(text: str) -> tuple[Span, ...]:
     """Code and formulas of a text, in order."""
     kinds = ("fence", "code", "escape", "display", "math")
-    return [Span(next(k for k in kinds if m[k]), m.start(), m.end(), m[0]) for m in _SPAN.finditer(text)]
+    return tuple(Span(next(k for k in kinds if m[k]), m.start(), m.end(), m[0]) for m in _SPAN.finditer(text))
 
 
+@functools.lru_cache(4096)
 def outside(text: str, *, math: bool = True) -> str:
     """The text with code (and, with ``math``, formulas) blanked; every other character keeps its place."""
     for span in spans(text):
@@ -205,6 +208,10 @@ def _chinese(plain: str) -> Iterator[Fault]:
         if mark == ":" and plain[m.start() - 1 : m.start()] == ":":
             continue
         yield Fault(m.start(), f"{mark} next to Chinese; write {_HALF[mark]}")
+    for m in re.finditer(rf"(?<=[^\s.{HAN}])[.?!](?=\s*(?:\n\n|\Z)| ?[{HAN}])", plain):
+        line = plain[plain.rfind("\n", 0, m.start()) + 1 : m.start()]
+        if re.search(rf"[{HAN}]", line) or (m[0] != "." and re.search(rf"[{HAN}]", plain)):
+            yield Fault(m.start(), f"{m[0]} ends a Chinese sentence; write {_HALF[m[0]]}")
     for m in re.finditer(rf"(?<=[{HAN}])\.\.\.|\.\.\.(?=[{HAN}])", plain):
         yield Fault(m.start(), "... next to Chinese; write ……")
 

@@ -1,8 +1,8 @@
 """YAML as far as it is allowed here, read in one pass: plain data, and where each piece of it stands.
 
 YAML has ways to say something else than one sees. They are refused, each with its mend: anchors, aliases and tags; a
-key twice; a backslash in double quotes (``"\\frac"`` is a form feed and ``rac``); prose in scalars that a comma or a colon
-would cut; control characters. ``yes``, dates and ``12:30``, which elsewhere turn into something else, stay text.
+key twice; a backslash in double quotes (``"\\frac"`` is a form feed and ``rac``); prose in scalars that a comma or a
+colon would cut; control characters. ``yes``, dates and ``12:30``, which elsewhere turn into something else, stay text.
 """
 
 from __future__ import annotations
@@ -300,6 +300,8 @@ class _Builder:
     def plain(self, event: Any, path: Path) -> Any:
         """true, false, null and decimal numbers; all else is text."""
         value = event.value
+        if " " in value and re.match(r" +#", self.text[event.end_mark.index : event.end_mark.index + 80]):
+            self.note(event, path, "text without quotes that ends before ` #`; put it in single quotes")
         if value in ("true", "false"):
             return value == "true"
         if value in ("", "null", "~"):

@@ -60,7 +60,7 @@ RMS_FLOOR = 1e-3  # of the relative step, as Adafactor's
 
 
 def memory_bytes(params: Params) -> int:
-    """Both variants in float64: weights, gradients, moments and their next values, tokens, logits with the temporaries of autograd."""
+    """Both variants in float64: weights, gradients, moments, their next values, tokens, logits kept by autograd."""
     weights = (2 * params.d_k + D_V) * params.d_model
     tokens = params.seq_len * (params.d_model + 2 * params.d_k + 2 * D_V)
     return 8 * 2 * (18 * weights + 4 * tokens + 20 * params.seq_len**2)

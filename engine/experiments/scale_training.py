@@ -128,8 +128,8 @@ def run(params: Params, run: Run) -> Result:
     seed.
 
     ``solved_step_mean_*``: mean over the seeds of the first recorded step with accuracy of at least 0.9; a seed that
-    never got there counts as the last step, so the mean is then a lower bound. ``learned_factor_mean``: the learned scale
-    times √d_k, so that 1 is 1/√d_k.
+    never got there counts as the last step, so the mean is then a lower bound. ``learned_factor_mean``: the learned
+    scale times √d_k, so that 1 is 1/√d_k.
     """
     rules = params.trained()
     first_seed = run.generator.initial_seed()

@@ -90,10 +90,10 @@ class Reader:
         left = self.seconds - (time.perf_counter() - began)
         message = ForwardMsg.FromString(self._socket.recv(timeout=max(0.01, left)))
         kind = message.WhichOneof("type")
-        if kind == "new_session":
-            self._page_hash = message.new_session.page_script_hash
-            if not message.metadata.run.fragment_ids:
-                self._elements.clear()
+        if kind == "new_session" and not message.metadata.run.fragment_ids:
+            self._elements.clear()
+        if kind == "navigation":
+            self._page_hash = message.navigation.page_script_hash
         if kind == "delta":
             self._note(message)
         return kind == "script_finished" and message.script_finished != ForwardMsg.FINISHED_EARLY_FOR_RERUN

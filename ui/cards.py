@@ -288,7 +288,7 @@ def _resume(card: Card) -> None:
 def _sources(card: Card) -> None:
     for cite in card.sources:
         source = deck.deck().sources[cite.key]
-        st.markdown(f"- {source.authors}, **[{source.title}]({source.link})**, {source.year}. :gray[{cite.where}]")
+        st.markdown(f"- {source.authors}, **{prose.linked(source.title, source)}**, {source.year}. :gray[{cite.where}]")
     for change in card.changes:
         st.caption(f"{change.date} · {say(change.what)}")
     ids = [*card.prerequisites, *card.related]

@@ -109,7 +109,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
             title=None,
             columns=3,
             labelLimit=240,
-            symbolType="stroke",
+            symbolType="circle" if plot.mark == "point" else "stroke",
             symbolSize=260,
             symbolStrokeWidth=3,
         )

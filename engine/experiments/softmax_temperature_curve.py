@@ -33,8 +33,8 @@ class Params(BaseParams):
 METRICS = (
     Metric("weight_max"),
     Metric("weight_max_derivative"),
-    Metric("one_minus_weight"),
     Metric("one_from"),
+    Metric("one_minus_weight"),
 )
 PLOTS = (
     Plot("near", table="near", x="a", y="weight_max", theory="theory_weight_max"),
@@ -62,8 +62,8 @@ def run(params: Params, run: Run) -> Result:
     metrics = {
         "weight_max": float(weights[0, 2]),
         "weight_max_derivative": float(slopes[0]),
-        "one_minus_weight": float(_exact(at)[0]),
         "one_from": _one_from(params, run),
+        "one_minus_weight": float(_exact(at)[0]),
     }
     tables = {
         "near": _curve(np.linspace(0, 10, 101), params, run),

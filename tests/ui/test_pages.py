@@ -1,4 +1,4 @@
-"""Every page, in both languages, without a browser: it draws, it says its words in one language, it never shows an exception."""
+"""Every page, in both languages, without a browser: it draws, speaks one language, and shows no exception."""
 
 import re
 from pathlib import Path

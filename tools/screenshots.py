@@ -3,7 +3,7 @@
     python -m tools.screenshots                                      every page
     python -m tools.screenshots "cards?card=sdpa-scale-sqrt-dk" --languages zh --schemes dark --widths 390
 
-One server serves them all. The pictures show the whole page, not only the first window of it.
+One server serves them all. The pictures show the whole page; --window shows only what the first window of it shows.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ def all_pages() -> list[str]:
     return ["", *sorted(path.stem for path in (ROOT / "pages").glob("*.py"))]
 
 
-def shoot(visit: Visit, link: str, language: str, target: Path) -> list[str]:
+def shoot(visit: Visit, link: str, language: str, target: Path, *, whole: bool) -> list[str]:
     """Open a link, write its picture, and return what is wrong with the page."""
     parts = urlsplit(link)
     visit.goto(parts.path, **{**dict(parse_qsl(parts.query)), "lang": language})
     window = visit.page.viewport_size
-    assert window is not None
-    visit.page.set_viewport_size(
-        {"width": window["width"], "height": min(TALLEST, max(window["height"], visit.height()))}
-    )
-    visit.idle()
+    if whole and window is not None:
+        height = min(TALLEST, max(window["height"], visit.height()))
+        visit.page.set_viewport_size({"width": window["width"], "height": height})
+        visit.idle()
     target.parent.mkdir(parents=True, exist_ok=True)
     visit.page.screenshot(path=target)
     problems = visit.problems()
@@ -51,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--languages", nargs="+", default=["en", "zh"], choices=["en", "zh"])
     parser.add_argument("--schemes", nargs="+", default=["light", "dark"], choices=["light", "dark"])
     parser.add_argument("--widths", nargs="+", type=int, default=[390, 1440], metavar="PX")
+    parser.add_argument("--window", action="store_true", help="only what a window of 900 px shows, not the whole page")
     parser.add_argument("--script", default="app.py")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "shots")
     options = parser.parse_args(arguments)
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         visit = Visit(app, profile.new_page())
                         name = re.sub(r"[^\w-]+", "-", link).strip("-") or "home"
                         target = options.out / f"{name}-{language}-{scheme}-{width}.png"
-                        problems = shoot(visit, link, language, target)
+                        problems = shoot(visit, link, language, target, whole=not options.window)
                         visit.page.close()
                         bad += bool(problems)
                         print(target, *problems, sep="\n    ", flush=True)

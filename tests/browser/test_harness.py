@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from playwright.sync_api import Error
 
+from tools import browser
 from tools.browser import assert_clean, serve
 
 
@@ -77,6 +79,12 @@ def test_act_waits_for_a_slow_run(tiny, open_reader):
     visit.act(lambda: visit.page.get_by_role("button", name="Slow").click())
     assert visit.runs > before
     assert visit.page.get_by_test_id("stApp").get_attribute("data-test-script-state") == "notRunning"
+
+
+def test_no_browser_is_an_error_not_a_skip(playwright, monkeypatch):
+    monkeypatch.setattr(browser, "find_chromium", lambda: "/nowhere/chromium")
+    with pytest.raises(Error, match="/nowhere/chromium"):
+        browser.launch(playwright)
 
 
 def test_a_script_that_does_not_start_is_told_with_the_servers_words(tmp_path):

@@ -1,5 +1,8 @@
-"""The tensor operations that an experiment can't do without, one function each, named after it; nothing is checked,
-summed up or tabulated. ``bench/experiments.py`` compares.
+"""The tensor operations that an experiment can't do without, one function each, named after it.
+
+Written as one would in a notebook: PyTorch's own softmax and autograd, everything at once, and what the metrics and
+tables are made of; nothing is checked, cut into chunks, kept exact on saturated rows, or put into tables. Default
+choices of the parameters only, whatever their sizes. ``bench/experiments.py`` compares.
 """
 
 from __future__ import annotations
@@ -8,9 +11,179 @@ from typing import Any
 
 from engine.base import Run
 
+THREE_RULES = {"none": 0.0, "inv_sqrt_d_k": -0.5, "inv_d_k": -1.0}  # the power of d_k
+
+
+def _jacobian_norm(weights: Any) -> Any:
+    """Frobenius norm of diag(w) - wwᵀ, row by row."""
+    s2, s3 = (weights**2).sum(-1), (weights**3).sum(-1)
+    return (s2 - 2 * s3 + s2**2).clamp_min(0).sqrt()
+
 
 def qk_variance(p: Any, run: Run) -> Any:
-    """Draw q and k, multiply, sum: one logit a pair; its four moments."""
+    """Draw q and k, multiply, sum: one logit a pair; its moments and histogram."""
     q, k = run.randn(p.n_pairs, p.d_k), run.randn(p.n_pairs, p.d_k)
     qk = (q * k).sum(-1) * p.d_k**-0.5
-    return qk.mean(), qk.var(), qk.abs().max()
+    return qk.mean(), qk.var(), qk.abs().max(), qk.histc(41)
+
+
+def softmax_saturation(p: Any, run: Run) -> Any:
+    """One product, three softmaxes, the norms of their Jacobians, the weights in order."""
+    import torch
+
+    q, k = run.randn(p.batch, p.q_len, p.d_k), run.randn(p.batch, p.kv_len, p.d_k)
+    qk = q @ k.mT
+    found = []
+    for power in THREE_RULES.values():
+        weights = torch.softmax(qk * p.d_k**power, -1)
+        found += [_jacobian_norm(weights), weights.sort(-1).values.mean((0, 1))]
+    return found, -torch.special.xlogy(weights, weights).sum(-1), weights.amax(-1), qk.std()
+
+
+def attention_gradients(p: Any, run: Run) -> Any:
+    """A head forward and back under three rules: gradients by autograd to the logits, q, k, v and the matrices."""
+    import torch
+
+    W_q, W_k, W_v = (run.randn(p.d_model, width) / p.d_model**0.5 for width in (p.d_k, p.d_k, p.d_v))
+    x_q, x_k, x_v = (run.randn(p.batch, length, p.d_model) for length in (p.q_len, p.kv_len, p.kv_len))
+    g = run.randn(p.batch, p.q_len, p.d_v)
+    leaves = [W.requires_grad_() for W in (W_q, W_k, W_v)]
+    found = []
+    for power in THREE_RULES.values():
+        q, k, v = x_q @ W_q, x_k @ W_k, x_v @ W_v
+        logits = q @ k.mT * p.d_k**power
+        weights = torch.softmax(logits, -1)
+        gradients = torch.autograd.grad((weights @ v * g).sum(), [logits, q, k, v, *leaves])
+        found += [gradient.norm(dim=-1) for gradient in gradients]
+    return found
+
+
+def softmax_temperature_curve(p: Any, run: Run) -> Any:
+    """Softmax of [a, a, 2a] on the grids of the plots in each format, and on the search's grid."""
+    import torch
+
+    shape = torch.tensor([1.0, 1.0, 2.0], dtype=torch.float64)
+    grids = [torch.linspace(0, 100, 25601), *(torch.linspace(0, 100, 101) for _ in range(7))]
+    dtypes = [torch.float64, torch.float64, torch.float64, torch.float64, torch.float32, torch.float16, torch.bfloat16]
+    return [torch.softmax((a[:, None] * shape).to(d), -1) for a, d in zip(grids, [torch.float64, *dtypes], strict=True)]
+
+
+def precision(p: Any, run: Run) -> Any:
+    """Weights in three formats and in float64, and their differences."""
+    import torch
+
+    q, k = run.randn(p.q_len, p.d_k), run.randn(p.kv_len, p.d_k)
+    found = []
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        low_q, low_k = q.to(dtype), k.to(dtype)
+        logits = low_q @ low_k.mT * p.d_k**-0.5
+        exact = low_q.double() @ low_k.double().mT * p.d_k**-0.5
+        difference = (torch.softmax(logits, -1).double() - torch.softmax(exact, -1)).abs()
+        found += [difference.sum(-1), (logits.double() - exact).abs().amax(-1), exact.abs().amax(-1)]
+    return found
+
+
+def aligned_keys(p: Any, run: Run) -> Any:
+    """Products with one aligned and many other keys; the aligned one's weight under four rules at 21 alignments."""
+    import torch
+
+    q, noise = run.randn(p.batch, p.q_len, p.d_k), run.randn(p.batch, p.q_len, p.d_k)
+    others = q @ run.randn(p.batch, p.kv_len - 1, p.d_k).mT
+    target = (q * (p.alignment * q + (1 - p.alignment**2) ** 0.5 * noise)).sum(-1, keepdim=True)
+    weights = torch.softmax(torch.cat([target, others], -1) * p.d_k**-0.5, -1)
+    at = torch.linspace(0, 1, 21)[:, None, None]
+    logits = at * (q * q).sum(-1) + (1 - at * at).sqrt() * (q * noise).sum(-1)
+    curves = [torch.sigmoid(c * logits - (c * others).logsumexp(-1)).mean((1, 2)) for c in (0.125, 1 / p.d_k, 0.1, 0.5)]
+    return weights, -torch.special.xlogy(weights, weights).sum(-1), curves
+
+
+def additive_attention(p: Any, run: Run) -> Any:
+    """The default form's logits and weights, and one small product of all three forms at four widths."""
+    import torch
+
+    q, k = run.randn(p.batch, 64, p.d_k), run.randn(p.batch, p.kv_len, p.d_k)
+    for _ in range(2):
+        run.randn(p.batch, p.d_k, p.d_k)  # W_q and W_k are drawn under every form
+    logits = q @ k.mT if p.kind == "dot" else q @ k.mT * p.d_k**-0.5
+    weights = torch.softmax(logits, -1)
+    found = [weights.amax(-1), -torch.special.xlogy(weights, weights).sum(-1), logits.std()]
+    for d_k in (4, 16, 64, 256):
+        q, k = run.randn(2, 24, d_k), run.randn(2, 24, d_k)
+        W_q, W_k, v = run.randn(2, d_k, d_k), run.randn(2, d_k, d_k), run.randn(2, d_k, 1)
+        hidden = torch.tanh((q @ W_q)[:, :, None, :] + (k @ W_k)[:, None, :, :])
+        found += [(hidden @ v[:, None]).std(), (q @ k.mT).std()]
+    return found
+
+
+def normalized_logits(p: Any, run: Run) -> Any:
+    """The chosen norm on all rows; five norms on 128 rows at eleven spreads."""
+    import torch
+    from torch.nn.functional import layer_norm
+
+    found = []
+    for _ in range(p.batch):
+        qk = run.randn(64, p.d_k) @ run.randn(p.kv_len, p.d_k).mT
+        weights = torch.softmax(layer_norm(qk, (p.kv_len,)), -1)
+        found += [qk.argsort(-1), weights.amax(-1), torch.special.xlogy(weights, weights).sum(-1)]
+    q, k = run.randn(2, 64, p.d_k), run.randn(2, p.kv_len, p.d_k)
+    for _ in range(5):
+        for spread in range(11):
+            found.append(torch.softmax(2.0 ** (spread - 5) * q @ k.mT * p.d_k**-0.5, -1).amax(-1).mean())
+    return found
+
+
+def fold_scale(p: Any, run: Run) -> Any:
+    """Two copies of one head trained by Adam for the steps asked for."""
+    import torch
+
+    x, target = run.randn(p.seq_len, p.d_model).double(), run.randn(p.seq_len, 8).double()
+    leaves = [run.randn(2, rows, p.d_model).double().div(p.d_model**0.5) for rows in (p.d_k, p.d_k, 8)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    adam = torch.optim.Adam(leaves, lr=p.learning_rate)
+    for _ in range(p.steps + 1):
+        W_q, W_k, W_v = leaves
+        weights = torch.softmax((x @ W_q.mT) @ (x @ W_k.mT).mT * p.d_k**-0.5, -1)
+        loss = ((weights @ (x @ W_v.mT) - target) ** 2).mean((1, 2)).sum()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    return loss
+
+
+def multi_query(p: Any, run: Run) -> Any:
+    """The spread of q·k on 32 positions for every number of key heads that divides the heads."""
+    found = []
+    for n_kv_heads in (n for n in range(1, p.n_heads + 1) if p.n_heads % n == 0):
+        q, k = run.randn(p.n_heads, 32, p.d_k), run.randn(n_kv_heads, 32, p.d_k)
+        found.append((q @ k.repeat_interleave(p.n_heads // n_kv_heads, 0).mT).var())
+    return found
+
+
+def init_variance(p: Any, run: Run) -> Any:
+    """Inputs through a uniform and a normal pair of matrices, and the spread of the products."""
+    import torch
+
+    found = []
+    for _ in range(p.n_draws):
+        x = torch.nn.functional.layer_norm(run.randn(p.seq_len, p.d_model), (p.d_model,))
+        for draw in (run.rand, run.randn):
+            q, k = x @ draw(p.d_k, p.d_model).mT, x @ draw(p.d_k, p.d_model).mT
+            logits = q @ k.mT
+            found += [q.square().mean(), logits.square().mean()]
+        found.append(torch.softmax(logits, -1).amax(-1).mean())
+    return found
+
+
+def gradient_signal(p: Any, run: Run) -> Any:
+    """Gradients of two matrices on every mini-batch by themselves, and their inner products."""
+    import torch
+
+    from engine.training import BATCH, D_MODEL
+
+    W_q, W_k, W_v = run.randn(p.d_k, D_MODEL), run.randn(p.d_k, D_MODEL), run.randn(D_MODEL, D_MODEL)
+    q_in = run.randn(p.n_batches, BATCH, 1, D_MODEL)
+    slots, g = run.randn(p.n_batches, BATCH, p.kv_len, D_MODEL), run.randn(p.n_batches, BATCH, 1, D_MODEL)
+    W_q, W_v = (W.repeat(p.n_batches, 1, 1, 1).requires_grad_() for W in (W_q, W_v))
+    weights = torch.softmax((q_in @ W_q.mT) @ (slots @ W_k.mT).mT, -1)
+    gradients = torch.autograd.grad((weights @ (slots @ W_v.mT) * g).sum(), [W_q, W_v])
+    return [gradient.flatten(1) @ gradient.flatten(1).mT for gradient in gradients]

@@ -123,11 +123,8 @@ def open_page(stack: ExitStack, browser: Browser, script: str, link: str, option
     visit.idle()
     page.wait_for_timeout(3000)  # the warm-up thread imports torch; what it costs the first reader is in cold_start
     visit.idle()
-    slider = (
-        page.locator("[class*='st-key-bench'] [role=slider]")
-        .or_(page.get_by_test_id("stMain").get_by_role("slider"))
-        .first
-    )
+    panel = page.locator(".st-key-bench")
+    slider = (panel if panel.count() else page.get_by_test_id("stMain")).get_by_role("slider").first
     slider.focus()
     slider.press("Home")
     page.wait_for_timeout(1500)

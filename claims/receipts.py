@@ -27,7 +27,7 @@ from engine.base import Plot, Result, Table
 from engine.fingerprint import code_hash
 
 FOLDER = Path(__file__).parent / "receipts"
-TABLE_BYTES = 20_000  # of all plot tables of a card
+TABLE_BYTES = 20_000  # of all plot tables of a lab
 DIGITS = 6  # significant ones of a number in a plot table: float32 has no more
 
 
@@ -183,32 +183,35 @@ def lab_receipt(lab: Lab, result: Result) -> LabReceipt:
 
 
 def fitted(labs: Mapping[str, LabReceipt], plots: Mapping[str, tuple[Plot, ...]]) -> dict[str, LabReceipt]:
-    """The labs of a card with their tables thinned to :data:`TABLE_BYTES` together.
+    """The labs of a card, the tables of each thinned to :data:`TABLE_BYTES` together.
 
-    The largest curve loses every other of its points, in all its series alike, until all tables fit. Bars and heat
-    maps can't be thinned. ``plots``: those of each lab's experiment.
+    The largest curve loses every other of its points, in all its series alike, until they fit. Bars and heat maps
+    can't be thinned. ``plots``: those of each lab's experiment.
 
     Raises: ReceiptsError that names the sizes.
     """
-    labs = dict(labs)
+    return {lab: _fitted(lab, made, plots[lab]) for lab, made in labs.items()}
+
+
+def _fitted(lab: str, made: LabReceipt, plots: tuple[Plot, ...]) -> LabReceipt:
     while True:
-        sizes = {(lab, name): _size(table) for lab, made in labs.items() for name, table in made.tables.items()}
+        sizes = {name: _size(table) for name, table in made.tables.items()}
         if sum(sizes.values()) <= TABLE_BYTES:
-            return labs
-        for (lab, name), _ in sorted(sizes.items(), key=lambda item: -item[1]):
-            thinner = _thinner(labs[lab].tables[name], [plot for plot in plots[lab] if plot.table == name])
+            return made
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            thinner = _thinner(made.tables[name], [plot for plot in plots if plot.table == name])
             if thinner is not None:
-                labs[lab] = dataclasses.replace(labs[lab], tables={**labs[lab].tables, name: thinner})
+                made = dataclasses.replace(made, tables={**made.tables, name: thinner})
                 break
         else:
-            listed = ", ".join(f"{lab}.{name} {size}" for (lab, name), size in sizes.items())
+            listed = ", ".join(f"{lab}.{name} {size}" for name, size in sizes.items())
             raise ReceiptsError(
                 f"the plot tables take {sum(sizes.values())} bytes, {TABLE_BYTES} are allowed: {listed}"
             )
 
 
 def _thinner(table: Table, plots: list[Plot]) -> Table | None:
-    """The table with every other value of x; the last one stays. None for what is no curve, or has become short."""
+    """The table with every other value of x and both ends. None for what is no curve, or has become short."""
     axes = {plot.x for plot in plots}
     if len(axes) > 1 or any(plot.mark in ("bar", "heat") for plot in plots):
         return None
@@ -216,7 +219,7 @@ def _thinner(table: Table, plots: list[Plot]) -> Table | None:
     points = np.unique(x)
     if len(points) < 16 or x.dtype.kind not in "iuf":
         return None
-    kept = np.isin(x, points[::-1][::2])
+    kept = np.isin(x, [points[0], *points[::-1][::2]])
     return {name: column[kept] for name, column in table.items()}
 
 

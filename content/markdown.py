@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -49,12 +50,14 @@ class Fault:
     message: str
 
 
-def spans(text: str) -> list[Span]:
+@functools.lru_cache(4096)  # each check looks at the same texts
+def spans(text: str) -> tuple[Span, ...]:
     """Code and formulas of a text, in order."""
     kinds = ("fence", "code", "escape", "display", "math")
-    return [Span(next(k for k in kinds if m[k]), m.start(), m.end(), m[0]) for m in _SPAN.finditer(text)]
+    return tuple(Span(next(k for k in kinds if m[k]), m.start(), m.end(), m[0]) for m in _SPAN.finditer(text))
 
 
+@functools.lru_cache(4096)
 def outside(text: str, *, math: bool = True) -> str:
     """The text with code (and, with ``math``, formulas) blanked; every other character keeps its place."""
     for span in spans(text):

@@ -300,6 +300,8 @@ class _Builder:
     def plain(self, event: Any, path: Path) -> Any:
         """true, false, null and decimal numbers; all else is text."""
         value = event.value
+        if " " in value and re.match(r" +#", self.text[event.end_mark.index : event.end_mark.index + 80]):
+            self.note(event, path, "text without quotes that ends before ` #`; put it in single quotes")
         if value in ("true", "false"):
             return value == "true"
         if value in ("", "null", "~"):

@@ -227,7 +227,7 @@ def _cgroups() -> list[tuple[int, int]]:
     The page cache that the kernel would drop first does not count as used.
     """
     found = []
-    for folder, version in _cgroup_folders():
+    for folder, version in _cgroup_folders(ROOT):
         limit_file, used_file, cache = (
             ("memory.max", "memory.current", "inactive_file")
             if version == 2
@@ -235,22 +235,25 @@ def _cgroups() -> list[tuple[int, int]]:
         )
         try:
             limit = int((folder / limit_file).read_text())  # "max" is no number: no limit
+            if limit > 2**60:  # version 1 writes a huge number for "no limit"
+                continue
             used = int((folder / used_file).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue
-        if limit < 2**60:  # version 1 writes a huge number for "no limit"
-            found.append((limit, max(0, used - int(stat.get(cache, 0)))))
+        found.append((limit, max(0, used - int(stat.get(cache, 0)))))
     return found
 
 
-def _cgroup_folders() -> Iterator[tuple[Path, int]]:
-    """The memory cgroup of this process and all above it, as far up as they are mounted."""
+@functools.cache  # a process stays in its groups; asking anew costs more than a small run
+def _cgroup_folders(root: Path) -> tuple[tuple[Path, int], ...]:
+    """The memory cgroup of this process and all above it, as far up as they are mounted, each with its version."""
     try:
-        groups = (ROOT / "proc/self/cgroup").read_text().splitlines()
-        mounts = (ROOT / "proc/self/mountinfo").read_text().splitlines()
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
     except OSError:
-        return
+        return ()
+    found = []
     paths = {}  # version to path within its hierarchy
     for line in groups:
         _, controllers, path = line.split(":", 2)
@@ -265,14 +268,15 @@ def _cgroup_folders() -> Iterator[tuple[Path, int]]:
         version = 2 if kind == "cgroup2" else 1 if kind == "cgroup" and "memory" in options.split(",") else 0
         if version not in paths:
             continue
-        top = ROOT / mount_point.lstrip("/")
+        top = root / mount_point.lstrip("/")
         # in a container the mount often begins at the container's own group, while the path counts from the top
         inside = os.path.relpath(paths[version], mount_root) if paths[version].startswith(mount_root) else "."
         folder = top / inside if (top / inside).is_dir() and ".." not in Path(inside).parts else top
         for group in (folder, *folder.parents):
-            yield group, version
+            found.append((group, version))
             if group == top:
                 break
+    return tuple(found)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ENGINE = Path(__file__).parent
 
@@ -39,11 +40,23 @@ def code_hash(experiment: str, engine: Path = ENGINE) -> str:
         raise UnknownExperiment(experiment)
     digest = hashlib.sha256()
     for path in sorted(_reached(start, engine)):
-        tree = ast.parse(path.read_bytes())
-        if path == engine / "base.py":
-            tree.body = [node for node in tree.body if getattr(node, "name", None) in BASE_PARTS]
-        digest.update(f"{path.relative_to(engine).as_posix()}\n{canonical(tree)}\n".encode())
+        digest.update(f"{path.relative_to(engine).as_posix()}\n{_module(path, engine).code}\n".encode())
     return digest.hexdigest()[:16]
+
+
+class _Module(NamedTuple):
+    """What counts of a file: its code in canonical form, and the files of the engine that it imports."""
+
+    code: str
+    imports: frozenset[Path]
+
+
+@functools.cache
+def _module(path: Path, engine: Path) -> _Module:
+    tree = ast.parse(path.read_bytes())
+    if path == engine / "base.py":
+        tree.body = [node for node in tree.body if getattr(node, "name", None) in BASE_PARTS]
+    return _Module(canonical(tree), frozenset(_imported(tree, path, engine)))
 
 
 def _reached(start: Path, engine: Path) -> set[Path]:
@@ -53,13 +66,13 @@ def _reached(start: Path, engine: Path) -> set[Path]:
         path = waiting.pop()
         if path not in reached:
             reached.add(path)
-            waiting += [] if path == engine / "base.py" else _imported(path, engine)
+            waiting += _module(path, engine).imports
     return reached
 
 
-def _imported(path: Path, engine: Path) -> Iterator[Path]:
-    """Files of the engine that one file imports, wherever in it the import stands."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+def _imported(tree: ast.Module, path: Path, engine: Path) -> Iterator[Path]:
+    """Files of the engine that a module imports, wherever in it the import stands."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -492,8 +492,10 @@ class Jobs:
 
     def _end(self, job: Job[Any], state: State, reason: Reason = "") -> None:
         job.state, job.reason, job._work = state, reason, None
-        self._ended[job.reader] = job
-        self._ended.move_to_end(job.reader)
+        earlier = self._ended.pop(job.reader, job)
+        self._ended[job.reader] = max(
+            earlier, job, key=lambda one: one.id
+        )  # a replaced job may end after its successor
         while len(self._ended) > self._keep:
             self._ended.popitem(last=False)
         job._over.set()

@@ -100,8 +100,6 @@ def _claim(page: Page, path: Path, claim: Claim) -> None:
                 path,
                 f"{claim.metric} is a time; write `observation: true`, and a bound on one side with a large margin",
             )
-    if experiment.trains and claim.observation:
-        page.warn(path, f"{claim.experiment} trains; its wall-clock time depends on what else the machine does")
 
 
 def _fails_when(page: Page, path: Path, experiment: Experiment, claim: Claim) -> None:

@@ -25,6 +25,7 @@ SEEDS = 5  # runs behind the ± of a figure
 POLL_S = 0.4
 DEFAULT_BUDGET_S, MOST_BUDGET_S = 10, 120
 FIGURES = 3
+MOST_TABS = 3  # more plots than this go into a list
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ def _draw(setup: Setup, experiment: Experiment, spec: RunSpec) -> None:
     if message:
         st.warning(message, icon=":material/info:")
     _buttons(setup, experiment, spec, job is not None)
-    if shown is not None:
+    if shown is not None and job is None:
         _caption(setup, shown)
     if result is not None:
         _details(setup, experiment, result)
@@ -261,14 +262,16 @@ def _chart(setup: Setup, experiment: Experiment, result: Result) -> None:
         key = state.default_control(setup.slot, "plot", names[0])
         if state.value_of(key) not in names:
             state.set_value(key, names[0])
-        chosen = st.segmented_control(
-            t("plot"),
-            names,
-            key=key,
-            format_func=lambda n: text.say(words.plots[n]),
-            label_visibility="collapsed",
-            required=True,
-        )
+
+        def title(name: str) -> str:
+            return text.say(words.plots[name])
+
+        if len(names) <= MOST_TABS:
+            chosen = st.segmented_control(
+                t("plot"), names, key=key, format_func=title, label_visibility="collapsed", required=True
+            )
+        else:
+            chosen = st.selectbox(t("plot"), names, key=key, format_func=title, label_visibility="collapsed")
         plot = plots[names.index(chosen)]
     else:
         st.caption(text.say(words.plots[plot.name]))

@@ -205,12 +205,10 @@ def _outcome(card: Card, claim: Claim) -> None:
         return
     colour = prose.ground(card, claim.id, result)
     sign = ":material/check:" if result.holds else ":material/close:"
+    number = f":{colour}-background[[{text.number(result.value)}](#{prose.anchor(claim.id)})]"
     where = t("here") if claim.id in state.reader().verdicts else t("reference_run")
-    st.markdown(
-        f"{sign} :{colour}-background[[{text.number(result.value)}](#{prose.anchor(claim.id)})]"
-        f" :small[:gray[{text.name(claim.metric)} · {t('accepted')} {ledger.bounds(*interval(claim.expect))} · {where}]]",
-        width="content",
-    )
+    about = " · ".join((ledger.measure(claim), f"{t('accepted')} {ledger.bounds(*interval(claim.expect))}", where))
+    st.markdown(f"{sign} {number} :small[:gray[{about}]]", width="content")
 
 
 def _follow_ups(card: Card) -> None:
@@ -259,9 +257,8 @@ def _trade_offs(card: Card) -> None:
         with st.container(border=True):
             st.markdown(f"**{say(a.name).strip()}**")
             st.latex(a.formula)
-            st.markdown(
-                f":green[:material/add:] {prose.markdown(card, a.buys).strip()}\n\n:orange[:material/remove:] {prose.markdown(card, a.costs).strip()}"
-            )
+            st.markdown(f":green[:material/add:] {prose.markdown(card, a.buys).strip()}")
+            st.markdown(f":orange[:material/remove:] {prose.markdown(card, a.costs).strip()}")
             if a.claim:
                 _outcome(card, card.claim(a.claim))
     if card.alternatives.table:
@@ -291,7 +288,7 @@ def _resume(card: Card) -> None:
 def _sources(card: Card) -> None:
     for cite in card.sources:
         source = deck.deck().sources[cite.key]
-        st.markdown(f"- {source.authors}, **[{source.title}]({source.link})**, {source.year}. :gray[{cite.where}]")
+        st.markdown(f"- {source.authors}, **{prose.linked(source.title, source)}**, {source.year}. :gray[{cite.where}]")
     for change in card.changes:
         st.caption(f"{change.date} · {say(change.what)}")
     ids = [*card.prerequisites, *card.related]
@@ -328,10 +325,7 @@ def _lab(card: Card) -> None:
         state.set_value(key, by_link or ids[0])
     titles = {lab.id: say(text.experiment(lab.experiment).title) for lab in card.labs}
     with st.container(border=True, key="bench"):
-        if len(ids) > 1:
-            chosen = st.selectbox(t("lab"), ids, key=key, format_func=titles.__getitem__)
-        else:
-            chosen = ids[0]
+        chosen = st.selectbox(t("lab"), ids, key=key, format_func=titles.__getitem__)
         lab = card.lab(chosen)
         st.subheader(f":material/science: {titles[chosen]}", anchor=False)
         st.caption(say(lab.look_for).strip())

@@ -1,7 +1,7 @@
-"""Plot → Vega-Lite, once: charts are written with Altair (which checks them), their spec is kept, and rows are sent as data.
+"""Plot → Vega-Lite, once: charts are written with Altair, which checks them; their spec is kept, rows are sent as data.
 
-Streamlit's own ``st.altair_chart`` checks and converts a chart at every rerun, under one lock of the whole process; a kept
-spec drawn with ``st.vega_lite_chart`` costs about a twentieth of that.
+Streamlit's own ``st.altair_chart`` checks and converts a chart at every rerun, under one lock of the whole process; a
+kept spec drawn with ``st.vega_lite_chart`` costs about a twentieth of that.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
             title=None,
             columns=3,
             labelLimit=240,
-            symbolType="stroke",
+            symbolType="circle" if plot.mark == "point" else "stroke",
             symbolSize=260,
             symbolStrokeWidth=3,
         )
@@ -127,12 +127,10 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
 
     layers = []
     if plot.low and plot.high:
-        band = {k: v for k, v in series.items() if k == "color"}
-        layers.append(
-            base.mark_area(opacity=0.18).encode(
-                x=x, y=alt.Y(plot.low, type="quantitative", title=words.y), y2=plot.high, **band
-            )
-        )
+        # by fill, not by colour: the legend would otherwise take the band's faintness
+        band = {"fill": alt.Fill(plot.by, type="nominal", sort=list(words.series), legend=None)} if plot.by else {}
+        area = base.mark_area(opacity=0.18)
+        layers.append(area.encode(x=x, y=alt.Y(plot.low, type="quantitative", title=words.y), y2=plot.high, **band))
     layers.append(_mark(base, plot).encode(x=x, y=y, tooltip=tooltip, **series))
     if plot.theory:
         law = base.mark_line(strokeDash=[5, 4], strokeWidth=1.5, color=words.colour)

@@ -105,7 +105,7 @@ def _link_int(name: str) -> int:
 def _from_link(experiment: Experiment, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Parameters named in the link; those that can't be taken are listed and left at their default."""
     values, refused = dict(defaults), []
-    for name, spec in experiment.Params.specs().items():
+    for name in experiment.Params.specs():
         raw = state.link_value(name)
         if raw is None:
             continue

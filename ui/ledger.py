@@ -34,6 +34,12 @@ def bounds(low: float | None, high: float | None) -> str:
     return f"≥ {text.number(low)}" if low is not None else f"≤ {text.number(high or 0.0)}"
 
 
+def measure(claim: Claim) -> str:
+    """What the number of a claim is: its metric, or the ratio of it to what it is compared with."""
+    name = text.name(claim.metric)
+    return f"{name} · {t('ratio')}" if claim.expect.is_ratio else name
+
+
 def receipt(card: Card, claim: Claim) -> None:
     """One row: verdict and statement; value, interval, seeds, device, dtype, version, date; a button that renews it."""
     state_of = verdict(card, claim)
@@ -50,7 +56,7 @@ def receipt(card: Card, claim: Claim) -> None:
             if result is None:
                 st.caption(accepted)
             else:
-                st.markdown(f":{colour}-background[{text.number(result.value)}] :small[{accepted}]")
+                st.markdown(f":{colour}-background[{text.number(result.value)}] :small[{measure(claim)} · {accepted}]")
                 st.caption(" · ".join(_circumstances(claim, result)))
             why = _why_not(card, claim, state_of)
             if why:

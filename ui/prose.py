@@ -9,7 +9,7 @@ from claims.bind import bind
 from claims.receipts import Receipt
 from claims.verify import Verdict
 from content.bindings import Binding
-from content.schema import Card, Claim, Text
+from content.schema import Card, Claim, Source, Text
 from ui import deck, state
 from ui.text import t
 
@@ -36,7 +36,7 @@ def ground(card: Card, claim: str, result: Verdict | Receipt | None) -> str:
 
 
 def anchor(claim: str) -> str:
-    """Where the receipt of a claim stands on the card's page: its heading is the id, and Streamlit makes that the anchor."""
+    """Where a receipt stands on the card's page: its heading is the claim's id, and Streamlit makes that the anchor."""
     return claim
 
 
@@ -56,13 +56,18 @@ def markdown(card: Card, text: Text, *, only_own: bool = False) -> str:
     return cited(bind(text.get(state.language()), values, state.language(), draw))
 
 
+def linked(label: str, source: Source) -> str:
+    """A source's label, as a link where it has an address; a page of our own docs/ is not served by the app."""
+    return f"[{label}]({source.link})" if source.link.startswith("https://") else label
+
+
 def cited(text: str) -> str:
     """[@key] → a link with the author's name and the year."""
     sources = deck.deck().sources
 
     def replace(match: re.Match[str]) -> str:
         source = sources.get(match[1])
-        label = f"[{source.short}]({source.link})" if source else match[1]
+        label = linked(source.short, source) if source else match[1]
         return f"（{label}）" if state.language() == "zh" else f" ({label})"
 
     return _CITATION.sub(replace, text)

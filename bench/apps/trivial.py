@@ -34,6 +34,7 @@ def recorded() -> list[list[tuple[pd.DataFrame, dict[str, Any]]]]:
     ]
 
 
+st.header("Trivial")
 positions = recorded()
 position = st.slider("position", 0, len(positions) - 1)
 for number, (frame, spec) in enumerate(positions[position]):

@@ -61,19 +61,19 @@ class Params(BaseParams):
 
 
 METRICS = (
-    Metric("scale_value"),
-    Metric("grad_logits_norm_mean"),
-    Metric("grad_logits_norm_median"),
-    Metric("grad_q_unscaled_median"),
-    Metric("grad_q_norm_mean"),
     Metric("grad_q_norm_median"),
+    Metric("grad_q_unscaled_median"),
+    Metric("grad_W_q_norm"),
+    Metric("grad_logits_norm_median"),
+    Metric("grad_logits_norm_mean"),
+    Metric("scale_value"),
+    Metric("grad_q_norm_mean"),
     Metric("grad_q_norm_p10"),
     Metric("grad_q_norm_p90"),
     Metric("grad_q_spread"),
     Metric("grad_k_norm_mean"),
     Metric("grad_k_norm_median"),
     Metric("grad_v_norm_mean"),
-    Metric("grad_W_q_norm"),
     Metric("grad_W_k_norm"),
     Metric("grad_W_v_norm"),
     Metric("dead_share"),
@@ -151,12 +151,13 @@ def run(params: Params, run: Run) -> Result:
     p10, p90 = np.quantile(chosen["grad_q"], [0.1, 0.9])
     n_queries = params.batch * params.q_len
     metrics = {
-        "scale_value": scale_value(params.scale, params.d_k, factor=params.factor, tau=params.tau),
-        "grad_logits_norm_mean": float(chosen["grad_logits"].mean()),
-        "grad_logits_norm_median": float(np.median(chosen["grad_logits"])),
-        "grad_q_unscaled_median": float(np.median(chosen["grad_q_unscaled"])),
-        "grad_q_norm_mean": float(chosen["grad_q"].mean()),
         "grad_q_norm_median": float(np.median(chosen["grad_q"])),
+        "grad_q_unscaled_median": float(np.median(chosen["grad_q_unscaled"])),
+        "grad_W_q_norm": float(row_norm(grad_W_q.flatten())) / n_queries,
+        "grad_logits_norm_median": float(np.median(chosen["grad_logits"])),
+        "grad_logits_norm_mean": float(chosen["grad_logits"].mean()),
+        "scale_value": scale_value(params.scale, params.d_k, factor=params.factor, tau=params.tau),
+        "grad_q_norm_mean": float(chosen["grad_q"].mean()),
         "grad_q_norm_p10": float(p10),
         "grad_q_norm_p90": float(p90),
         # rows whose every other weight is 0 have no gradient at all: the ratio ends at the smallest number of the dtype
@@ -164,7 +165,6 @@ def run(params: Params, run: Run) -> Result:
         "grad_k_norm_mean": float(grad_k_norm.mean()),
         "grad_k_norm_median": float(np.median(grad_k_norm)),
         "grad_v_norm_mean": float(grad_v_norm.mean()),
-        "grad_W_q_norm": float(row_norm(grad_W_q.flatten())) / n_queries,
         "grad_W_k_norm": float(row_norm(grad_W_k.flatten())) / n_queries,
         "grad_W_v_norm": float(row_norm(grad_W_v.flatten())) / n_queries,
         "dead_share": float((chosen["jacobian"] < params.dead_below).mean()),

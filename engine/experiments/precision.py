@@ -45,17 +45,17 @@ class Params(BaseParams):
 
 METRICS = (
     Metric("logits_abs_max"),
-    Metric("qk_abs_max"),
-    Metric("dtype_max"),
     Metric("spacing_at_max"),
+    Metric("weights_error_mean"),
+    Metric("weights_error_relative_max"),
+    Metric("logits_error_max"),
     Metric("overflow_count"),
     Metric("overflow_share"),
     Metric("lost_row_share"),
-    Metric("logits_error_max"),
-    Metric("weights_error_mean"),
-    Metric("weights_error_relative_max"),
     Metric("zero_weight_share"),
     Metric("naive_exp_overflow_share"),
+    Metric("qk_abs_max"),
+    Metric("dtype_max"),
 )
 PLOTS = (
     Plot("weights_error", table="weights_error", x="row_share", y="weights_error", by="dtype", y_scale="log10"),
@@ -96,17 +96,17 @@ def run(params: Params, run: Run) -> Result:
     kept = mine["overflows"] == 0
     metrics = {
         "logits_abs_max": float(mine["logits_abs_max"].max()),
-        "qk_abs_max": float(mine["qk_abs_max"].max()),
-        "dtype_max": limits.max,
         "spacing_at_max": _spacing(min(float(mine["logits_abs_max"].max()), limits.max), limits),
+        "weights_error_mean": float(mine["weights_error"].mean()),
+        "weights_error_relative_max": float(mine["weights_error_relative"].max()),
+        "logits_error_max": float(mine["logits_error_max"].max()),
         "overflow_count": float(mine["overflows"].sum()),
         "overflow_share": float(mine["overflows"].sum()) / n_logits,
         "lost_row_share": float(1 - kept.mean()),
-        "logits_error_max": float(mine["logits_error_max"].max()),
-        "weights_error_mean": float(mine["weights_error"].mean()),
-        "weights_error_relative_max": float(mine["weights_error_relative"].max()),
         "zero_weight_share": float(mine["zeros"].sum()) / n_logits,
         "naive_exp_overflow_share": float(mine["naive_exp_overflows"].mean()),
+        "qk_abs_max": float(mine["qk_abs_max"].max()),
+        "dtype_max": limits.max,
     }
     errors = {dtype: of["weights_error"] for dtype, of in rows.items()}
     return Result(metrics, {"weights_error": _quantiles(errors), "spacing": _spacings()})

@@ -50,17 +50,17 @@ class Params(BaseParams):
 
 
 METRICS = (
-    Metric("logits_std"),
-    Metric("threshold_std"),
-    Metric("entropy_nats", "nats"),
-    Metric("entropy_share"),
     Metric("weight_max_mean"),
+    Metric("jacobian_norm_median"),
+    Metric("dead_share"),
+    Metric("jacobian_norm_mean"),
+    Metric("jacobian_norm_p10"),
     Metric("weight_max_median"),
     Metric("saturated_share"),
-    Metric("jacobian_norm_mean"),
-    Metric("jacobian_norm_median"),
-    Metric("jacobian_norm_p10"),
-    Metric("dead_share"),
+    Metric("entropy_share"),
+    Metric("entropy_nats", "nats"),
+    Metric("logits_std"),
+    Metric("threshold_std"),
 )
 PLOTS = (
     Plot("weight_by_rank", table="weight_by_rank", x="rank", y="weight_mean", by="scale", x_scale="log2"),
@@ -114,17 +114,17 @@ def run(params: Params, run: Run) -> Result:
 
     entropy, weight_max, norm = np.concatenate(entropies), np.concatenate(maxima), np.concatenate(norms[params.scale])
     metrics = {
-        "logits_std": math.sqrt((np.concatenate(lengths) ** 2).mean() / params.kv_len),  # around 0, their mean
-        "threshold_std": math.sqrt(2 * math.log(params.kv_len)),
-        "entropy_nats": float(entropy.mean()),
-        "entropy_share": float(entropy.mean() / math.log(params.kv_len)),
         "weight_max_mean": float(weight_max.mean()),
+        "jacobian_norm_median": float(np.median(norm)),
+        "dead_share": float((norm < params.dead_below).mean()),
+        "jacobian_norm_mean": float(norm.mean()),
+        "jacobian_norm_p10": float(np.quantile(norm, 0.1)),
         "weight_max_median": float(np.median(weight_max)),
         "saturated_share": float((weight_max > SATURATED).mean()),
-        "jacobian_norm_mean": float(norm.mean()),
-        "jacobian_norm_median": float(np.median(norm)),
-        "jacobian_norm_p10": float(np.quantile(norm, 0.1)),
-        "dead_share": float((norm < params.dead_below).mean()),
+        "entropy_share": float(entropy.mean() / math.log(params.kv_len)),
+        "entropy_nats": float(entropy.mean()),
+        "logits_std": math.sqrt((np.concatenate(lengths) ** 2).mean() / params.kv_len),  # around 0, their mean
+        "threshold_std": math.sqrt(2 * math.log(params.kv_len)),
     }
     n_rows = params.batch * params.q_len
     tables = {

@@ -27,14 +27,14 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 class Params(BaseParams):
     a: float = number(2.0, low=0, high=100, step=0.5)
     shift: float = number(0.0, low=0, high=1000, step=1)
-    dtype: str = choice(*DTYPES)
+    number_format: str = choice(*DTYPES)  # not `dtype`: that is the run's own
 
 
 METRICS = (
     Metric("weight_max"),
     Metric("weight_max_derivative"),
-    Metric("one_minus_weight"),
     Metric("one_from"),
+    Metric("one_minus_weight"),
 )
 PLOTS = (
     Plot("near", table="near", x="a", y="weight_max", theory="theory_weight_max"),
@@ -58,12 +58,12 @@ def run(params: Params, run: Run) -> Result:
     Shapes: logits and weights (points, 3).
     """
     at = np.array([params.a])
-    weights, slopes = _evaluate(at, params.shift, params.dtype, run)
+    weights, slopes = _evaluate(at, params.shift, params.number_format, run)
     metrics = {
         "weight_max": float(weights[0, 2]),
         "weight_max_derivative": float(slopes[0]),
-        "one_minus_weight": float(_exact(at)[0]),
         "one_from": _one_from(params, run),
+        "one_minus_weight": float(_exact(at)[0]),
     }
     tables = {
         "near": _curve(np.linspace(0, 10, 101), params, run),
@@ -100,14 +100,14 @@ def _exact(a: np.ndarray) -> np.ndarray:
 
 def _one_from(params: Params, run: Run) -> float:
     """The smallest a of the search from which on the weight is 1 in the number format."""
-    weights, _ = _evaluate(SEARCH, params.shift, params.dtype, run)
+    weights, _ = _evaluate(SEARCH, params.shift, params.number_format, run)
     below = np.flatnonzero(weights[:, 2] < 1)
     return float(SEARCH[min(below[-1] + 1, len(SEARCH) - 1)])
 
 
 def _curve(a: np.ndarray, params: Params, run: Run) -> Table:
     """Weight and slope over a, beside the formulas."""
-    weights, slopes = _evaluate(a, params.shift, params.dtype, run)
+    weights, slopes = _evaluate(a, params.shift, params.number_format, run)
     rest = _exact(a)
     columns = {
         "a": a,

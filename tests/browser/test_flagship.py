@@ -32,6 +32,10 @@ def bench(visit):
     return visit.page.locator(".st-key-bench")
 
 
+def menu(visit):
+    return visit.page.get_by_test_id("stSidebarUserContent")
+
+
 def figures(visit):
     return [f.inner_text() for f in bench(visit).locator("h3").all()][1:]
 
@@ -146,9 +150,9 @@ def test_language_is_switched_and_remembered_by_the_browser(app, open_reader):
     assert "lang=zh" in visit.page.url
     visit.page.wait_for_function("() => localStorage.getItem('attention-interview-lab.language') === 'zh'")
     visit.goto()  # a new visit without a word about the language
-    visit.page.get_by_role("link", name="论断账本").wait_for()
+    menu(visit).get_by_role("link", name="论断账本").wait_for()
     visit.goto(lang="en")  # the link counts more than what was saved
-    visit.page.get_by_role("link", name="Claims").wait_for()
+    menu(visit).get_by_role("link", name="Claims").wait_for()
 
 
 def training_lab(visit):

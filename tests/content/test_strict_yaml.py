@@ -34,6 +34,7 @@ TRAPS = {
     "prose under >": ("x:\n  zh: >\n    中文\n", 2, 7, "write `|`"),
     "a comment that became prose": ("x:\n  zh: |\n    答案。\n    # note to myself\n", 4, 5, "begins with `# `"),
     "a comment far down": ("x:\n  en: |\n    One\n    two.\n\n    # note\n  zh: '中'\n", 6, 5, "begins with `# `"),
+    "number sign in plain text": ("because: it is rank #1 here\n", 1, 10, "ends before ` #`"),
     "colon in plain text": ("because: it holds: here\n", 1, 18, "a second `: ` on this line"),
     "comma in a flow mapping": ("a: {b: c, d}, e\n", 1, 13, "already complete"),
     "bracket in a flow list": ("a: [b, c\nd: 1\n", 2, 2, "must stand in single quotes"),

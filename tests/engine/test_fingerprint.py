@@ -39,6 +39,7 @@ def engine(tmp_path):
 
 def hashes(engine: Path) -> dict[str, str]:
     code_hash.cache_clear()
+    fingerprint._module.cache_clear()
     return {name: code_hash(name, engine) for name in ("direct", "through", "relative", "alone")}
 
 

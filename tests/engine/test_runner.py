@@ -604,6 +604,23 @@ def test_a_newer_job_takes_over_the_place_of_a_waiting_one(jobs):
     assert not gate.begun.is_set()
 
 
+def test_the_latest_job_of_a_reader_is_the_one_submitted_last_whichever_ends_last(jobs):
+    hold, began = threading.Event(), threading.Event()
+
+    def slow_to_stop(handle):
+        began.set()
+        assert hold.wait(PATIENCE_S)
+        handle.check_stop()
+
+    old = jobs.submit("ann", slow_to_stop)
+    assert began.wait(PATIENCE_S)
+    new = jobs.submit("ann", lambda handle: 1)
+    new.stop()
+    hold.set()
+    assert old.wait(PATIENCE_S)
+    assert jobs.of("ann") is new
+
+
 def test_a_reader_never_has_two_jobs_running_even_on_two_devices(jobs):
     hold, began = threading.Event(), threading.Event()
 

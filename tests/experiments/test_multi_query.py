@@ -23,7 +23,7 @@ def law(experiment: Experiment) -> None:
     for p in SETTINGS:
         width = p["d_k"] + p.get("d_rope", 0)
         # logits that share a key are not independent: the spread over seeds gives the standard error
-        results = [run(experiment, seed=s, **p) for s in range(24)]
+        results = [run(experiment, seed=s, **p) for s in range(12)]
         variances = np.array([r.metrics["logits_variance"] for r in results])
         assert abs(variances.mean() - width) <= 5 * variances.std(ddof=1) / math.sqrt(len(variances)), p
         metrics = results[0].metrics

@@ -6,19 +6,14 @@ from decimal import Decimal, localcontext
 import numpy as np
 import pytest
 
-from engine.base import ParamsError, Result, make_run
+from engine.base import ParamsError
 from engine.registry import Experiment, get
-from tests.harness import assert_law_catches
+from tests.harness import assert_law_catches, run
 
 NAME = "softmax_temperature_curve"
 DIGITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}  # binary digits after the point of 1
 SMALLEST = {"float64": 5e-324, "float32": 1.4e-45, "float16": 6e-8, "bfloat16": 1e-40}  # smallest number above 0
 STEP = 1 / 256  # of the search for one_from
-
-
-def run(experiment: Experiment, seed: int = 0, **params) -> Result:
-    """Its parameter ``dtype`` is not the dtype of the run."""
-    return experiment.run(experiment.Params(**params), make_run(seed))
 
 
 def closed_form(a: float) -> tuple[float, float, float]:
@@ -34,7 +29,7 @@ def law(experiment: Experiment) -> None:
     for dtype, digits in DIGITS.items():
         eps = 2.0**-digits
         for a in (0.0, 0.5, 1.0, 2.5, 8.0, 10.0, 30.0, 100.0):  # multiples of a half: exact in every format
-            got = run(experiment, a=a, dtype=dtype).metrics
+            got = run(experiment, a=a, number_format=dtype).metrics
             weight, slope, rest = closed_form(a)
             # a handful of operations, each right to half a unit in the last place
             assert got["weight_max"] == pytest.approx(weight, rel=3 * eps), (dtype, a)
@@ -45,7 +40,7 @@ def law(experiment: Experiment) -> None:
             # 1 + 2e^-a rounds to 1 once 2e^-a is half a unit; a itself is rounded to a's grid, of at most 8 eps near 8
             grid = 2 * eps * 2 ** math.ceil(math.log2(digits + 2))
             assert got["one_from"] == pytest.approx((digits + 2) * math.log(2), abs=STEP + grid), (dtype, a)
-    tables = run(experiment, dtype="float16").tables
+    tables = run(experiment, number_format="float16").tables
     near, far, distance = tables["near"], tables["far"], tables["distance"]
     for table, end in ((near, 10), (far, 100)):
         assert (table["a"][0], table["a"][-1]) == (0, end)
@@ -97,26 +92,26 @@ def test_where_the_weight_becomes_one_in_numpys_arithmetic(dtype):
     small = np.exp(a - number(2) * a)
     weight = number(1) / (small + small + number(1))
     last_below = np.flatnonzero(weight < 1)[-1]
-    assert metrics(dtype=dtype)["one_from"] == pytest.approx(float(a[last_below + 1]), abs=2 * STEP)
+    assert metrics(number_format=dtype)["one_from"] == pytest.approx(float(a[last_below + 1]), abs=2 * STEP)
 
 
 def test_a_shift_changes_nothing_but_digits():
     for dtype, digits in DIGITS.items():
-        plain, moved = metrics(dtype=dtype), metrics(dtype=dtype, shift=1000)
+        plain, moved = metrics(number_format=dtype), metrics(number_format=dtype, shift=1000)
         assert moved["one_minus_weight"] == plain["one_minus_weight"]
         # the logits are rounded to multiples of 512 eps (numbers from 512 to 1023): a gap may be wrong by that much
         gap = 512 * 2.0**-digits
         assert abs(moved["weight_max"] - plain["weight_max"]) <= 0.25 * gap + 2.0**-digits  # the slope is at most 1/4
-    assert metrics(dtype="bfloat16", shift=1000)["weight_max"] != metrics(dtype="bfloat16")["weight_max"]
+    assert (
+        metrics(number_format="bfloat16", shift=1000)["weight_max"] != metrics(number_format="bfloat16")["weight_max"]
+    )
 
 
 def test_the_seed_and_the_dtype_of_the_run_do_not_matter():
-    experiment = get(NAME)
-    other = experiment.run(experiment.Params(), make_run(9, dtype="float64"))
-    assert run(experiment).metrics == other.metrics
+    assert run(get(NAME), seed=0).metrics == run(get(NAME), seed=9, dtype="float64").metrics
 
 
 def test_refusals():
-    for bad in ({"a": -1}, {"a": 100.5}, {"shift": -1}, {"dtype": "float8"}):
+    for bad in ({"a": -1}, {"a": 100.5}, {"shift": -1}, {"number_format": "float8"}):
         with pytest.raises(ParamsError):
             get(NAME).Params(**bad)

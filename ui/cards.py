@@ -371,5 +371,4 @@ def _receipts(card: Card) -> None:
     st.subheader(t("receipts"), anchor="receipts")
     st.caption(t("receipts_help", machine=deck.card_receipts(card.id).machine))
     _verify_all(card, "receipts")
-    for claim in card.claims:
-        ledger.receipt(card, claim)
+    ledger.receipts([(card, claim) for claim in card.claims], key=f"receipts-{card.id}")

@@ -11,7 +11,7 @@ from content.schema import Card, Claim
 from ui import deck, ledger, prose, state, verifying
 from ui.text import say, t
 
-PER_PAGE = 20
+PER_PAGE = 100
 
 
 def draw() -> None:
@@ -26,7 +26,7 @@ def draw() -> None:
         return
     found = _filtered(everything)
     counts = {v: sum(ledger.verdict(*pair) == v for pair in everything) for v in ledger.SIGNS}
-    st.markdown("　".join(f"{ledger.SIGNS[v][0]} {t('verdict_' + v)} {n}" for v, n in counts.items() if n))
+    st.markdown("　".join(f"{ledger.SIGNS[v]} {t('verdict_' + v)} {n}" for v, n in counts.items() if n))
     with st.container(horizontal=True, vertical_alignment="center"):
         st.button(
             t("verify_all", n=len(found)),
@@ -48,8 +48,7 @@ def draw() -> None:
         st.info(t("no_claim_found"), icon=":material/search_off:")
     pages = max(1, -(-len(found) // PER_PAGE))
     page = st.pagination(pages, key="claims_page") if pages > 1 else 1
-    for card, claim in found[(page - 1) * PER_PAGE : page * PER_PAGE]:
-        ledger.receipt(card, claim)
+    ledger.receipts(found[(page - 1) * PER_PAGE : page * PER_PAGE], key="ledger")
     verifying.bar()
 
 

@@ -1,30 +1,42 @@
-"""Receipts: one claim with what was measured, where and when; on a card and in the ledger."""
+"""Receipts: claims with what was measured, where and when; on a card and in the ledger."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import streamlit as st
+from streamlit.components import v2
 
 from claims.receipts import Receipt
-from claims.verify import interval
+from claims.verify import Verdict, interval
 from content.schema import Card, Claim
 from ui import deck, prose, state, text, verifying
 from ui.text import t
+
+VERDICTS = {prose.HOLDS: "holds", prose.FAILS: "fails", prose.STALE: "stale"}
+SIGNS = {
+    "holds": ":green[:material/check_circle:]",
+    "fails": ":orange[:material/cancel:]",
+    "stale": ":gray[:material/history:]",
+    "missing": ":gray[:material/help:]",
+}
+HERE = Path(__file__).parent
+
+# One element for the whole list, see receipts.js. Not isolated: a link to a receipt must find its id on the page.
+_list = v2.component(
+    "receipts",
+    html='<ol class="receipts"></ol>',
+    css=(HERE / "receipts.css").read_text("utf-8"),
+    js=(HERE / "receipts.js").read_text("utf-8"),
+    isolate_styles=False,
+)
 
 
 def verdict(card: Card, claim: Claim) -> str:
     """ "holds", "fails", "stale" or "missing": what stands for a claim now."""
     result = prose.measured(card).get(claim.id)
-    if result is None:
-        return "missing"
-    return {prose.HOLDS: "holds", prose.FAILS: "fails", prose.STALE: "stale"}[prose.ground(card, claim.id, result)]
-
-
-SIGNS = {
-    "holds": (":green[:material/check_circle:]", "green"),
-    "fails": (":orange[:material/cancel:]", "orange"),
-    "stale": (":gray[:material/history:]", "gray"),
-    "missing": (":gray[:material/help:]", "gray"),
-}
+    return "missing" if result is None else VERDICTS[prose.ground(card, claim.id, result)]
 
 
 def bounds(low: float | None, high: float | None) -> str:
@@ -34,50 +46,51 @@ def bounds(low: float | None, high: float | None) -> str:
     return f"≥ {text.number(low)}" if low is not None else f"≤ {text.number(high or 0.0)}"
 
 
-def measure(claim: Claim) -> str:
+def measure(claim: Claim, *, plain: bool = False) -> str:
     """What the number of a claim is: its metric, or the ratio of it to what it is compared with."""
-    name = text.name(claim.metric)
+    name = text.name(claim.metric, plain=plain)
     return f"{name} · {t('ratio')}" if claim.expect.is_ratio else name
 
 
-def receipt(card: Card, claim: Claim) -> None:
-    """One row: verdict and statement; value, interval, seeds, device, dtype, version, date; a button that renews it."""
-    state_of = verdict(card, claim)
-    sign, colour = SIGNS[state_of]
+def receipts(claims: Sequence[tuple[Card, Claim]], key: str) -> None:
+    """The receipts of these claims, always drawn, each with a button that measures it here."""
+    labels = {name: t("verdict_" + name) for name in SIGNS} | {"renew": t("renew"), "limit": t("limit")}
+    answer = _list(
+        data={
+            "receipts": [_row(card, claim) for card, claim in claims],
+            "labels": labels,
+            "busy": verifying.busy(),
+        },
+        key=key,
+        on_renew_change=lambda: None,
+    )
+    wanted = [pair for pair in claims if pair[1].id == answer.renew]
+    if wanted and not verifying.busy():
+        verifying.start([(card.id, claim) for card, claim in wanted])
+        st.rerun()
+
+
+def _row(card: Card, claim: Claim) -> dict[str, object]:
     result = prose.measured(card).get(claim.id)
-    with st.container(border=True):
-        said, shown, renew = st.columns([11, 8, 3], vertical_alignment="center")
-        with said.container(gap="xxsmall"):
-            st.markdown(f"###### {claim.id}")
-            limit = f" :blue-badge[{t('limit')}]" if claim.limit else ""
-            st.markdown(f"{sign} {prose.statement(claim).strip()}{limit}")
-        with shown.container(gap="xxsmall"):
-            accepted = f"{t('accepted')} {bounds(*interval(claim.expect))}"
-            if result is None:
-                st.caption(accepted)
-            else:
-                st.markdown(f":{colour}-background[{text.number(result.value)}] :small[{measure(claim)} · {accepted}]")
-                st.caption(" · ".join(_circumstances(claim, result)))
-            why = _why_not(card, claim, state_of)
-            if why:
-                st.caption(f":material/info: {why}")
-        renew.button(
-            t("renew"),
-            key=f"renew-{claim.id}",
-            icon=":material/play_arrow:",
-            disabled=verifying.busy(),
-            help=f"{claim.experiment} · {claim.metric}",
-            on_click=verifying.start,
-            args=([(card.id, claim)],),
-        )
+    state_of = verdict(card, claim)
+    return {
+        "id": claim.id,
+        "verdict": state_of,
+        "statement": prose.plain(claim.statement.get(state.language())),
+        "limit": claim.limit,
+        "value": "" if result is None else text.number(result.value),
+        "about": f"{measure(claim, plain=True)} · {t('accepted')} {bounds(*interval(claim.expect))}",
+        "where": "" if result is None else " · ".join(_circumstances(claim, result)),
+        "why": _why_not(card, claim, state_of),
+    }
 
 
-def _circumstances(claim: Claim, result: object) -> list[str]:
-    own = state.reader().verdicts.get(claim.id)
-    seeds = getattr(result, "seeds", ())
-    parts = [t("seeds_n", n=len(seeds)) if len(seeds) > 1 else t("seed_one")]
-    parts += [f"{result.device} {result.dtype}", f"torch {result.torch}"]  # type: ignore[attr-defined]
-    if own is not None:
+def _circumstances(claim: Claim, result: Verdict | Receipt) -> list[str]:
+    parts = [t("seeds_n", n=len(result.seeds)) if len(result.seeds) > 1 else t("seed_one")]
+    if isinstance(result, Receipt) and result.tried > len(result.seeds):
+        parts.append(t("tried_n", n=result.tried))
+    parts += [f"{result.device} {result.dtype}", f"torch {result.torch}"]
+    if claim.id in state.reader().verdicts:
         parts.append(t("just_now"))
     elif isinstance(result, Receipt):
         parts.append(result.date)
@@ -88,9 +101,8 @@ def _why_not(card: Card, claim: Claim, state_of: str) -> str:
     if state_of == "missing":
         return t("why_missing")
     if state_of == "stale":
-        return t(
-            f"why_stale_{deck.staleness(card.id)[claim.id]}"
-        )  # t("why_stale_claim") t("why_stale_code") t("why_stale_missing")
+        # t("why_stale_claim") t("why_stale_code") t("why_stale_missing")
+        return t(f"why_stale_{deck.staleness(card.id)[claim.id]}")
     if state_of == "fails":
         failed = prose.measured(card)[claim.id].failed_seeds
         return t("why_fails", seeds=", ".join(map(str, failed)))

@@ -36,8 +36,32 @@ def ground(card: Card, claim: str, result: Verdict | Receipt | None) -> str:
 
 
 def anchor(claim: str) -> str:
-    """Where a receipt stands on the card's page: its heading is the claim's id, and Streamlit makes that the anchor."""
+    """Where a receipt stands on the card's page: the list of receipts gives each row the id of its claim."""
     return claim
+
+
+_TEX = (
+    (re.compile(r"\\sqrt\{([^{}]*)\}"), r"√(\1)"),
+    (re.compile(r"√\(([A-Za-z0-9_]+)\)"), r"√\1"),
+    (re.compile(r"\\(?:mathrm|text|operatorname)\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\(ln|log|exp|max|min)\b ?"), r"\1 "),
+    (re.compile(r"\\cdot ?"), "·"),
+    (re.compile(r"\\(?:,|;|!|quad)"), " "),
+    (re.compile(r"_\{([^{}]*)\}"), r"_\1"),
+)
+
+
+def plain(text: str) -> str:
+    """A statement without Markdown, its formulas as text: for places that don't typeset."""
+
+    def formula(match: re.Match[str]) -> str:
+        tex = match[1]
+        for pattern, words in _TEX:
+            tex = pattern.sub(words, tex)
+        return tex
+
+    text = re.sub(r"\$([^$]+)\$", formula, text)
+    return re.sub(r"\*([^*]+)\*", r"\1", _CITATION.sub("", text)).strip()
 
 
 def markdown(card: Card, text: Text, *, only_own: bool = False) -> str:

@@ -259,16 +259,20 @@ def _chart(setup: Setup, experiment: Experiment, result: Result) -> None:
     plot = plots[0]
     if len(plots) > 1:
         names = [p.name for p in plots]
-        key = state.default_control(setup.slot, "plot", names[0])
-        if state.value_of(key) not in names:
-            state.set_value(key, names[0])
+        key = state.control_key(setup.slot, "plot")
 
         def title(name: str) -> str:
             return text.say(words.plots[name])
 
         if len(names) <= MOST_TABS:
             chosen = st.segmented_control(
-                t("plot"), names, key=key, format_func=title, label_visibility="collapsed", required=True
+                t("plot"),
+                names,
+                default=names[0],
+                key=key,
+                format_func=title,
+                label_visibility="collapsed",
+                required=True,
             )
         else:
             chosen = st.selectbox(t("plot"), names, key=key, format_func=title, label_visibility="collapsed")
@@ -304,11 +308,18 @@ def _figures(setup: Setup, experiment: Experiment, result: Result, shown: Shown 
 
 def _buttons(setup: Setup, experiment: Experiment, spec: RunSpec, busy: bool) -> None:
     if experiment.trains:
-        budget_key = state.default_control(setup.slot, "budget_s", DEFAULT_BUDGET_S)
-        st.slider(t("budget"), 5, MOST_BUDGET_S, step=5, key=budget_key, format="%d s", help=t("budget_help"))
+        budget = st.slider(
+            t("budget"),
+            5,
+            MOST_BUDGET_S,
+            DEFAULT_BUDGET_S,
+            step=5,
+            key=state.control_key(setup.slot, "budget_s"),
+            format="%d s",
+            help=t("budget_help"),
+        )
     with st.container(horizontal=True):
         if experiment.trains:
-            budget = state.value_of(budget_key)
             st.button(
                 t("train_here"),
                 key=f"{setup.slot}-run",

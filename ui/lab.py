@@ -59,21 +59,22 @@ def _setup(experiment: Experiment) -> bench.Setup:
         st.warning(t("link_refused", names=", ".join(refused)), icon=":material/link_off:")
     with st.container(horizontal=True):
         seed = st.number_input(
-            t("seed"), 0, 2**31 - 1, key=state.default_control(slot, "seed", _link_int("seed")), width=140
+            t("seed"), 0, 2**31 - 1, _link_int("seed"), key=state.control_key(slot, "seed"), width=140
         )
         device, dtype = "cpu", "float32"
         if engine.is_ready():
             found = {d.id: d for d in devices.available()}
-            by_link = state.link_value("device", found)
-            device_key = state.default_control(slot, "device", by_link or devices.default().id)
+            ids = list(found)
+            place = ids.index(state.link_value("device", found) or devices.default().id)
+            device_key = state.control_key(slot, "device")
             device = st.selectbox(
-                t("device"), list(found), key=device_key, format_func=lambda i: found[i].name, width=240
+                t("device"), ids, place, key=device_key, format_func=lambda i: found[i].name, width=240
             )
             dtypes = [d for d in found[device].dtypes if d in ("float32", "float64")] or ["float32"]
-            dtype_key = state.default_control(slot, "dtype", state.link_value("dtype", dtypes) or "float32")
-            if state.value_of(dtype_key) not in dtypes:
-                state.set_value(dtype_key, dtypes[0])
-            dtype = st.segmented_control(t("dtype"), dtypes, key=dtype_key, required=True)
+            by_link = state.link_value("dtype", dtypes) or dtypes[0]
+            # the key holds the device: another one may have other types
+            dtype_key = state.control_key(slot, f"dtype-{device}")
+            dtype = st.segmented_control(t("dtype"), dtypes, default=by_link, key=dtype_key, required=True)
 
     def keep_link(params: Mapping[str, Any]) -> None:
         changed = {n: str(v) if v != defaults[n] else None for n, v in params.items()}

@@ -134,14 +134,6 @@ def set_controls(slot: str, values: Mapping[str, Any]) -> None:
         st.session_state[control_key(slot, name)] = value
 
 
-def default_control(slot: str, name: str, value: Any) -> str:
-    """Give a control its first value and return its key."""
-    key = control_key(slot, name)
-    if st.session_state.get(key) is None:
-        st.session_state[key] = value
-    return key
-
-
 def value_of(key: str) -> Any:
     """What a keyed widget holds; None before it was drawn."""
     return st.session_state.get(key)

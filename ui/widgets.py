@@ -35,26 +35,27 @@ def params_controls(
             if isinstance(spec, ChoiceSpec):
                 values[field] = _choice(slot, field, spec, start[field])
             elif isinstance(spec, FlagSpec):
-                key = state.default_control(slot, field, start[field])
-                values[field] = st.toggle(text.name(field), key=key, help=text.help_of(field))
+                key = state.control_key(slot, field)
+                values[field] = st.toggle(text.name(field), start[field], key=key, help=text.help_of(field))
     return values
 
 
 def _number(slot: str, field: str, spec: NumberSpec, start: float) -> float:
-    whole = isinstance(start, int)
-    key = state.default_control(slot, field, start)
+    # each control is told its default: a value put into the session state alone is lost when the first script run is
+    # cut short before the browser has drawn it, and the control then stands at its minimum
+    key, whole = state.control_key(slot, field), isinstance(start, int)
     label, help_text = text.with_unit(field, spec.unit, plain=False), text.help_of(field)
     if spec.log2:
-        current = state.value_of(key)
-        options = _powers_of_two(spec, whole, {start, current})
-        return st.select_slider(
-            label, options, key=key, help=help_text, format_func=lambda v: f"{v:,}" if whole else f"{v:g}"
-        )
+        options = _powers_of_two(spec, whole, {start, state.value_of(key)})
+        style = "{:,}" if whole else "{:g}"
+        return st.select_slider(label, options, start, key=key, help=help_text, format_func=style.format)
     if whole:
-        return st.slider(label, int(spec.low), int(spec.high), key=key, step=int(spec.step or 1), help=help_text)
+        step = int(spec.step or 1)
+        return st.slider(label, int(spec.low), int(spec.high), int(start), key=key, step=step, help=help_text)
+    low, high, value = float(spec.low), float(spec.high), float(start)
     if spec.step:
-        return st.slider(label, float(spec.low), float(spec.high), key=key, step=float(spec.step), help=help_text)
-    return st.number_input(label, float(spec.low), float(spec.high), key=key, format="%g", help=help_text)
+        return st.slider(label, low, high, value, key=key, step=float(spec.step), help=help_text)
+    return st.number_input(label, low, high, value, key=key, format="%g", help=help_text)
 
 
 def _powers_of_two(spec: NumberSpec, whole: bool, also: set[Any]) -> list[Any]:
@@ -64,11 +65,15 @@ def _powers_of_two(spec: NumberSpec, whole: bool, also: set[Any]) -> list[Any]:
 
 
 def _choice(slot: str, field: str, spec: ChoiceSpec, start: str) -> str:
-    key = state.default_control(slot, field, start)
-    label, help_text = text.name(field), text.help_of(field)
+    key, label, help_text = state.control_key(slot, field), text.name(field), text.help_of(field)
     if len(spec.values) <= MOST_SEGMENTS:
-        return st.segmented_control(label, spec.values, key=key, format_func=text.choice, help=help_text, required=True)
-    return st.selectbox(label, spec.values, key=key, format_func=lambda v: text.choice(v, plain=True), help=help_text)
+        return st.segmented_control(
+            label, spec.values, default=start, key=key, format_func=text.choice, help=help_text, required=True
+        )
+    place = spec.values.index(start)
+    return st.selectbox(
+        label, spec.values, place, key=key, format_func=lambda v: text.choice(v, plain=True), help=help_text
+    )
 
 
 def sweep_values(spec: NumberSpec, whole: bool, most: int = 9) -> list[Any]:

@@ -7,12 +7,13 @@ import time
 
 import pytest
 
+from content.loader import load_deck
 from tools.browser import assert_clean, serve
 
 CARD = "sdpa-scale-sqrt-dk"
 LANGUAGES = ("en", "zh")
-RUN = {"en": "Run on this device", "zh": "在这台机器上运行"}
-TRAIN = {"en": "Train on this device", "zh": "在这台机器上训练"}
+RUN = {"en": "Run on this device", "zh": "在本机运行"}
+TRAIN = {"en": "Train on this device", "zh": "在本机训练"}
 STOP = {"en": "Stop", "zh": "停止"}
 SECTIONS = ("spoken", "derivation", "follow-ups", "mistakes", "trade-offs", "practice", "resume", "sources")
 
@@ -70,6 +71,23 @@ def test_a_number_leads_to_its_receipt(app, reader):
     reader.page.wait_for_function(
         "id => document.getElementById(id).getBoundingClientRect().top < innerHeight", arg=claim
     )
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_claim_has_its_receipt_on_the_card_and_its_button_renews_it(app, open_reader, language):
+    visit = open_reader(app, language=language)
+    open_card(visit, language)
+    claims = [claim.id for claim in load_deck().cards[CARD].claims]
+    rows = visit.page.locator("li.receipt")
+    rows.last.wait_for()
+    assert [row.get_attribute("id") for row in rows.all()] == claims
+    assert not [r for r in rows.all_inner_texts() if "$" in r or "\\" in r]  # formulas are said, not shown as TeX
+    engine_ready(visit)
+    rows.first.get_by_role("button").click()
+    own = {"en": "measured on this visit", "zh": "本次访问实测"}[language]
+    rows.first.get_by_text(own).wait_for(timeout=60_000)
+    assert visit.page.get_by_text(own).count() == 1
+    assert_clean(visit)
 
 
 def test_run_on_this_device_renews_receipts(app, open_reader):
@@ -150,7 +168,7 @@ def test_language_is_switched_and_remembered_by_the_browser(app, open_reader):
     assert "lang=zh" in visit.page.url
     visit.page.wait_for_function("() => localStorage.getItem('attention-interview-lab.language') === 'zh'")
     visit.goto()  # a new visit without a word about the language
-    menu(visit).get_by_role("link", name="论断账本").wait_for()
+    menu(visit).get_by_role("link", name="结论清单").wait_for()
     visit.goto(lang="en")  # the link counts more than what was saved
     menu(visit).get_by_role("link", name="Claims").wait_for()
 

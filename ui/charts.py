@@ -112,6 +112,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
             symbolType="circle" if plot.mark == "point" else "stroke",
             symbolSize=260,
             symbolStrokeWidth=3,
+            symbolOpacity=1,  # a band beside the line would lend the symbols its faintness
         )
         series["color"] = alt.Color(plot.by, type="nominal", sort=list(words.series), legend=legend)
         if plot.mark == "line":
@@ -127,8 +128,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
 
     layers = []
     if plot.low and plot.high:
-        # by fill, not by colour: the legend would otherwise take the band's faintness
-        band = {"fill": alt.Fill(plot.by, type="nominal", sort=list(words.series), legend=None)} if plot.by else {}
+        band = {"color": series["color"]} if plot.by else {}
         area = base.mark_area(opacity=0.18)
         layers.append(area.encode(x=x, y=alt.Y(plot.low, type="quantitative", title=words.y), y2=plot.high, **band))
     layers.append(_mark(base, plot).encode(x=x, y=y, tooltip=tooltip, **series))

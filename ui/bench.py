@@ -67,27 +67,37 @@ def _purpose(setup: Setup) -> str:
 
 def _panel(setup: Setup, polled: bool) -> None:
     experiment = registry.get(setup.experiment)
-    values = widgets.params_controls(experiment, setup.controls, setup.params, setup.slot)
-    try:
-        params = experiment.Params.from_mapping(values).as_dict()
-    except ParamsError as error:
-        st.error(text.error(error), icon=":material/block:")
-        params = None
-    if params is not None:
-        setup.on_params(params)
-        spec = engine.spec_of(setup.experiment, params, seed=setup.seed, device=setup.device, dtype=setup.dtype)
+    # What the controls hold is known before they are drawn. Computing first sends the whole panel to the browser in one
+    # go, which then draws it once and not in three steps.
+    spec, refused = _asked_for(setup, experiment)
+    predicting = bool(state.value_of(_predict_key(setup)))
+    if spec is not None:
+        setup.on_params(spec.params)
         _collect(setup)
-        predicting = state.value_of(_predict_key(setup))
-        if predicting:
-            _ask_prediction(setup, experiment, spec)
-        elif not experiment.trains:
+        if experiment.trains:
+            if setup.slot not in state.reader().shown:
+                _show_reference(setup, spec)
+        elif not predicting:
             _bring_up_to_date(setup, spec)
-        elif setup.slot not in state.reader().shown:
-            _show_reference(setup, spec)
-        if not predicting:
-            _draw(setup, experiment, spec)
+    widgets.params_controls(experiment, setup.controls, setup.params, setup.slot)
+    if spec is None:
+        st.error(refused, icon=":material/block:")
+    elif predicting:
+        _ask_prediction(setup, experiment, spec)
+    else:
+        _draw(setup, experiment, spec)
     if (engine.active_job(_purpose(setup)) is not None) != polled:
         st.rerun()  # the page decides how often this fragment is polled, and its text holds the new numbers
+
+
+def _asked_for(setup: Setup, experiment: Experiment) -> tuple[RunSpec | None, str]:
+    """The run that the controls ask for, or why the experiment refuses it."""
+    held = widgets.held(setup.controls, setup.params, setup.slot)
+    try:
+        params = experiment.Params.from_mapping(held).as_dict()
+    except ParamsError as error:
+        return None, text.error(error)
+    return engine.spec_of(setup.experiment, params, seed=setup.seed, device=setup.device, dtype=setup.dtype), ""
 
 
 # -- getting a result -------------------------------------------------------------------------------------------------
@@ -279,9 +289,8 @@ def _chart(setup: Setup, experiment: Experiment, result: Result) -> None:
         plot = plots[names.index(chosen)]
     else:
         st.caption(text.say(words.plots[plot.name]))
-    charts.draw(
-        plot, result.tables[plot.table], key=f"{setup.slot}-{plot.name}", description=summary(experiment, result)
-    )
+    described = t("chart_of", name=text.say(words.plots[plot.name]))
+    charts.draw(plot, result.tables[plot.table], key=f"{setup.slot}-{plot.name}", description=described)
 
 
 def summary(experiment: Experiment, result: Result) -> str:
@@ -300,10 +309,10 @@ def _figures(setup: Setup, experiment: Experiment, result: Result, shown: Shown 
             continue
         spread = shown.spread.get(metric) if shown else None
         uncertainty = f" :small[:gray[± {text.number(spread)}]]" if spread is not None else ""
-        with column.container(gap=None):
-            # not st.metric: it cuts a label that does not fit on one line
-            st.caption(text.with_unit(metric, experiment.metric(metric).unit, plain=False), help=text.help_of(metric))
-            st.markdown(f"### {text.number(result.metrics[metric])}{uncertainty}", anchors=False)
+        # not st.metric: it cuts a label that does not fit on one line
+        label = text.with_unit(metric, experiment.metric(metric).unit, plain=False)
+        value = f"### {text.number(result.metrics[metric])}{uncertainty}"
+        column.markdown(f":small[:gray[{label}]]\n\n{value}", help=text.help_of(metric), anchors=False)
 
 
 def _buttons(setup: Setup, experiment: Experiment, spec: RunSpec, busy: bool) -> None:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-import streamlit as st
+import functools
 
 from claims import receipts
 from claims.receipts import CardReceipts, LabReceipt
+from content.loader import HOME as CONTENT
 from content.loader import Deck, load_deck
 
 
-@st.cache_resource(show_spinner=False)
-def _deck() -> Deck:
+@functools.cache
+def deck() -> Deck:
+    """Cards, strings, glossary, sources; what is broken is in ``deck().broken``. Asked for every label, so it is quick."""
     return load_deck()
 
 
-def deck() -> Deck:
-    """Cards, strings, glossary, sources; what is broken is in ``deck().broken``."""
-    return _deck()
+_seen: list[float] = []  # when the files were changed that the deck was read from
 
 
-@st.cache_resource(show_spinner=False)
+def refresh() -> None:
+    """Forget what was read when a file of content or receipts has changed: edits show at the next page."""
+    files = [*CONTENT.rglob("*.yaml"), *receipts.FOLDER.glob("*.json")]
+    times = [file.stat().st_mtime for file in files]
+    if times != _seen:
+        _seen[:] = times
+        for cached in (deck, card_receipts, staleness):
+            cached.cache_clear()
+
+
+@functools.cache
 def card_receipts(card: str) -> CardReceipts:
     """The committed receipts of a card."""
     return receipts.load(card)
@@ -38,7 +48,7 @@ def receipts_date(card: str) -> str:
     return max((r.date for r in card_receipts(card).claims.values()), default="")
 
 
-@st.cache_resource(show_spinner=False)
+@functools.cache
 def staleness(card: str) -> dict[str, str]:
     """Claims of a card whose receipt is stale or missing, with the reason: "claim", "code" or "missing"."""
     held = card_receipts(card).claims

@@ -11,7 +11,7 @@ import streamlit as st
 
 from content.schema import LANGUAGES
 from engine import devices
-from ui import engine, saved, state
+from ui import deck, engine, saved, state
 from ui.text import t
 
 log = logging.getLogger("attention_interview_lab")
@@ -30,6 +30,8 @@ LANGUAGE_NAMES = {"en": "English", "zh": "中文"}
 @contextmanager
 def page(page_id: str) -> Iterator[None]:
     """Draw the frame, then the page inside it, then start the engine's warm-up."""
+    deck.refresh()
+    state.settle_language()
     title = t(f"page_{page_id}")  # t("page_home") t("page_cards") t("page_lab") t("page_claims")
     st.set_page_config(
         page_title=t("app_title") if page_id == "home" else f"{title} · {t('app_title')}",

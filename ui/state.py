@@ -46,6 +46,7 @@ class Reader:
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     language: str | None = None  # chosen here, by the link or by the saved choice
+    spoken: str = ""  # the language of the current script run
     chose_language: bool = False  # pressed the switch on this visit: worth saving in the browser
     verdicts: dict[str, Verdict] = field(default_factory=dict)  # receipts measured on this visit, by claim id
     job: Job[Any] | None = None
@@ -90,15 +91,20 @@ def set_link(**values: str | None) -> None:
 # -- language ---------------------------------------------------------------------------------------------------------
 
 
-def language() -> str:
-    """Link, then this visit's choice, then the browser's locale, then English."""
+def settle_language() -> str:
+    """The language of this script run: by link, else by choice, else by the browser, else English."""
     state = reader()
     by_link = link_value("lang", LANGUAGES)
     if by_link:
         state.language = by_link
-    if state.language is None:
-        return "zh" if (st.context.locale or "").lower().startswith("zh") else "en"
-    return state.language
+    locale = "zh" if (st.context.locale or "").lower().startswith("zh") else "en"
+    state.spoken = state.language or locale
+    return state.spoken
+
+
+def language() -> str:
+    """The language of this script run; a fragment speaks that of its page. Asked for every label, so it only looks."""
+    return reader().spoken or settle_language()
 
 
 def language_is_open() -> bool:
@@ -109,7 +115,7 @@ def language_is_open() -> bool:
 def choose_language(value: str, *, by_reader: bool) -> None:
     """Set the language of this visit; a choice of the reader is put into the link and saved in the browser."""
     state = reader()
-    state.language = value
+    state.language = state.spoken = value
     if by_reader:
         state.chose_language = True
         set_link(lang=value)

@@ -15,32 +15,30 @@ from ui import state, text
 MOST_SEGMENTS = 6  # more choices than this go into a list
 
 
-def params_controls(
-    experiment: Experiment, names: Iterable[str], start: Mapping[str, Any], slot: str
-) -> dict[str, Any]:
-    """Draw controls for ``names`` and return all parameters: those not drawn keep ``start``.
+def held(names: Iterable[str], start: Mapping[str, Any], slot: str) -> dict[str, Any]:
+    """All parameters: what the controls ``names`` hold now, ``start`` for those not drawn or not drawn yet."""
+    moved = {name: state.control_value(slot, name) for name in names}
+    return {**start, **{name: value for name, value in moved.items() if value is not None}}
 
-    Sizes first, in two columns, then the rules, as one thinks.
-    """
-    specs, values = experiment.Params.specs(), dict(start)
+
+def params_controls(experiment: Experiment, names: Iterable[str], start: Mapping[str, Any], slot: str) -> None:
+    """Draw controls: sizes first, in two columns, then the rules, as one thinks. What they hold says :func:`held`."""
+    specs = experiment.Params.specs()
     shown = [n for n in names if n in specs]
     sizes = [n for n in shown if isinstance(specs[n], NumberSpec)]
-    with st.container(key=f"controls-{slot}", gap="small"):
-        for row in range(0, len(sizes), 2):
-            for column, field in zip(st.columns(2), sizes[row : row + 2], strict=False):
-                with column:
-                    values[field] = _number(slot, field, specs[field], start[field])
-        for field in shown:
-            spec = specs[field]
-            if isinstance(spec, ChoiceSpec):
-                values[field] = _choice(slot, field, spec, start[field])
-            elif isinstance(spec, FlagSpec):
-                key = state.control_key(slot, field)
-                values[field] = st.toggle(text.name(field), start[field], key=key, help=text.help_of(field))
-    return values
+    for row in range(0, len(sizes), 2):
+        for column, field in zip(st.columns(2), sizes[row : row + 2], strict=False):
+            with column:
+                _number(slot, field, specs[field], start[field])
+    for field in shown:
+        spec = specs[field]
+        if isinstance(spec, ChoiceSpec):
+            _choice(slot, field, spec, start[field])
+        elif isinstance(spec, FlagSpec):
+            st.toggle(text.name(field), start[field], key=state.control_key(slot, field), help=text.help_of(field))
 
 
-def _number(slot: str, field: str, spec: NumberSpec, start: float) -> float:
+def _number(slot: str, field: str, spec: NumberSpec, start: float) -> None:
     # each control is told its default: a value put into the session state alone is lost when the first script run is
     # cut short before the browser has drawn it, and the control then stands at its minimum
     key, whole = state.control_key(slot, field), isinstance(start, int)
@@ -48,14 +46,15 @@ def _number(slot: str, field: str, spec: NumberSpec, start: float) -> float:
     if spec.log2:
         options = _powers_of_two(spec, whole, {start, state.value_of(key)})
         style = "{:,}" if whole else "{:g}"
-        return st.select_slider(label, options, start, key=key, help=help_text, format_func=style.format)
-    if whole:
+        st.select_slider(label, options, start, key=key, help=help_text, format_func=style.format)
+    elif whole:
         step = int(spec.step or 1)
-        return st.slider(label, int(spec.low), int(spec.high), int(start), key=key, step=step, help=help_text)
-    low, high, value = float(spec.low), float(spec.high), float(start)
-    if spec.step:
-        return st.slider(label, low, high, value, key=key, step=float(spec.step), help=help_text)
-    return st.number_input(label, low, high, value, key=key, format="%g", help=help_text)
+        st.slider(label, int(spec.low), int(spec.high), int(start), key=key, step=step, help=help_text)
+    elif spec.step:
+        low, high, step = float(spec.low), float(spec.high), float(spec.step)
+        st.slider(label, low, high, float(start), key=key, step=step, help=help_text)
+    else:
+        st.number_input(label, float(spec.low), float(spec.high), float(start), key=key, format="%g", help=help_text)
 
 
 def _powers_of_two(spec: NumberSpec, whole: bool, also: set[Any]) -> list[Any]:
@@ -64,16 +63,17 @@ def _powers_of_two(spec: NumberSpec, whole: bool, also: set[Any]) -> list[Any]:
     return sorted(powers | {v for v in also if v is not None})
 
 
-def _choice(slot: str, field: str, spec: ChoiceSpec, start: str) -> str:
+def _choice(slot: str, field: str, spec: ChoiceSpec, start: str) -> None:
     key, label, help_text = state.control_key(slot, field), text.name(field), text.help_of(field)
     if len(spec.values) <= MOST_SEGMENTS:
-        return st.segmented_control(
+        st.segmented_control(
             label, spec.values, default=start, key=key, format_func=text.choice, help=help_text, required=True
         )
-    place = spec.values.index(start)
-    return st.selectbox(
-        label, spec.values, place, key=key, format_func=lambda v: text.choice(v, plain=True), help=help_text
-    )
+    else:
+        place = spec.values.index(start)
+        st.selectbox(
+            label, spec.values, place, key=key, format_func=lambda v: text.choice(v, plain=True), help=help_text
+        )
 
 
 def sweep_values(spec: NumberSpec, whole: bool, most: int = 9) -> list[Any]:

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 from content.loader import load_deck
@@ -45,11 +44,6 @@ def words(app: AppTest) -> list[str]:
     )
     found = [e.label if kind in ("button", "toggle", "metric") else e.value for kind in kinds for e in app.get(kind)]
     return [str(w) for w in found]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_caches():
-    st.cache_resource.clear()
 
 
 @pytest.mark.parametrize("lang", ["en", "zh"])

@@ -12,7 +12,7 @@ from content.loader import Deck, load_deck
 
 @functools.cache
 def deck() -> Deck:
-    """Cards, strings, glossary, sources; what is broken is in ``deck().broken``. Asked for every label, so it is quick."""
+    """Cards, strings, glossary, sources; what is broken is in ``deck().broken``. Asked for every label: it is quick."""
     return load_deck()
 
 

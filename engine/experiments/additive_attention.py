@@ -1,7 +1,8 @@
 r"""Additive attention :math:`v^\top\tanh(W_q q + W_k k)` against the dot product, scaled and not, as d_k grows.
 
-:math:`\tanh` keeps each hidden unit in [-1, 1], so a logit never exceeds :math:`\|v\|_1`, and with :math:`v_i` of
-variance 1/d_k its variance is :math:`E[\tanh^2 z], z \sim N(0, 2)`, whatever d_k: additive attention lacks no scale.
+:math:`\tanh` keeps each hidden unit in [-1, 1], but a logit sums d_k of them, weighted by v. It needs no scale
+of its own because v is drawn with variance 1/d_k, which carries the root: the variance of a logit is then
+:math:`E[\tanh^2 z], z \sim N(0, 2)`, whatever d_k. With v of variance 1 it would grow like d_k.
 
 The hidden width of the additive form is d_k. q and k are N(0, 1); W_q, W_k and v have variance 1/d_k and are drawn
 anew for each item of the batch.

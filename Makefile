@@ -15,13 +15,13 @@ app: env
 test: env-tests
 	@exec $(VENV) -m pytest -n 2 --dist loadgroup $(ARGS)
 
-# The fast one, before every commit: well under a minute.
+# The fast one, before every commit: under a minute.
 check: env-tests
 	$(VENV) -m ruff check .
 	$(VENV) -m ruff format --check .
 	$(VENV) -m mypy
 	$(VENV) tools/check_content.py
-	$(VENV) -m pytest -n 2 -m "not browser and not claims" $(ARGS)
+	$(VENV) -m pytest -n 2 -m "not browser and not claims and not slow" $(ARGS)
 
 # Runs every claim of the deck; ARGS="--card ID --seeds 50 --write" and so on.
 claims: env

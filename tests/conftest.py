@@ -2,4 +2,21 @@
 
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Each of these takes seconds: training, and a few subprocesses. `make check` leaves them out, `make test` does not.
+SLOW = (
+    "test_scale_training.py",
+    "test_gradient_signal.py",
+    "[scale_training",
+    "[fold_scale-steps",
+    "test_the_deck_is_clean",
+)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if any(part in item.nodeid for part in SLOW):
+            item.add_marker(pytest.mark.slow)

@@ -17,7 +17,7 @@ from engine import registry, runner
 from engine.base import ParamsError, Result
 from engine.registry import Experiment
 from engine.runner import Handle, RunSpec
-from ui import charts, engine, jobbar, state, text, widgets
+from ui import charts, engine, frame, jobbar, state, text, widgets
 from ui.state import Prediction, Shown
 from ui.text import t
 
@@ -86,6 +86,10 @@ def _panel(setup: Setup, polled: bool) -> None:
         _ask_prediction(setup, experiment, spec)
     else:
         _draw(setup, experiment, spec)
+    if setup.card and spec is not None:
+        defaults = experiment.Params.defaults()
+        moved = {name: str(value) for name, value in spec.params.items() if value != defaults[name]}
+        frame.link("lab", t("more_parameters"), icon=":material/open_in_full:", experiment=setup.experiment, **moved)
     if (engine.active_job(_purpose(setup)) is not None) != polled:
         st.rerun()  # the page decides how often this fragment is polled, and its text holds the new numbers
 
@@ -285,7 +289,7 @@ def _chart(setup: Setup, experiment: Experiment, result: Result) -> None:
                 required=True,
             )
         else:
-            chosen = st.selectbox(t("plot"), names, key=key, format_func=title, label_visibility="collapsed")
+            chosen = widgets.listed(t("plot"), names, key, title, start=names[0], label_visibility="collapsed")
         plot = plots[names.index(chosen)]
     else:
         st.caption(text.say(words.plots[plot.name]))
@@ -303,16 +307,15 @@ def summary(experiment: Experiment, result: Result) -> str:
 
 
 def _figures(setup: Setup, experiment: Experiment, result: Result, shown: Shown | None) -> None:
-    chosen = setup.figures or experiment.metric_names[:FIGURES]
-    for column, metric in zip(st.columns(len(chosen), wrap=False), chosen, strict=True):
-        if metric not in result.metrics:
-            continue
-        spread = shown.spread.get(metric) if shown else None
-        uncertainty = f" :small[:gray[± {text.number(spread)}]]" if spread is not None else ""
-        # not st.metric: it cuts a label that does not fit on one line
-        label = text.with_unit(metric, experiment.metric(metric).unit, plain=False)
-        value = f"### {text.number(result.metrics[metric])}{uncertainty}"
-        column.markdown(f":small[:gray[{label}]]\n\n{value}", help=text.help_of(metric), anchors=False)
+    """Three figures, each with its name beside it: under each other, so that none is cut on a narrow screen."""
+    lines = []
+    for metric in setup.figures or experiment.metric_names[:FIGURES]:
+        if metric in result.metrics:
+            spread = shown.spread.get(metric) if shown else None
+            uncertainty = f" ± {text.number(spread)}" if spread is not None else ""
+            name = text.with_unit(metric, experiment.metric(metric).unit, plain=False)
+            lines.append(f"### {text.number(result.metrics[metric])} :small[:gray[{uncertainty}　{name}]]")
+    st.markdown("\n".join(lines), anchors=False)
 
 
 def _buttons(setup: Setup, experiment: Experiment, spec: RunSpec, busy: bool) -> None:
@@ -364,7 +367,8 @@ def _caption(setup: Setup, shown: Shown) -> None:
     if shown.where == "reference":
         st.caption(t("from_reference", device="CPU", dtype="float32", seeds="0", date=setup.reference_date))
         return
-    seeds = f"{shown.spec.seed}–{shown.spec.seed + shown.n_seeds - 1}" if shown.n_seeds > 1 else str(shown.spec.seed)
+    n_seeds = max(shown.n_seeds, int(shown.spec.params.get("n_seeds", 1)))  # a training run has several by itself
+    seeds = f"{shown.spec.seed}–{shown.spec.seed + n_seeds - 1}" if n_seeds > 1 else str(shown.spec.seed)
     line = t("measured_here", device=shown.spec.device, dtype=shown.spec.dtype, seeds=seeds)
     if shown.seconds is not None:
         line += f" · {shown.seconds:.1f} s"

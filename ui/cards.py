@@ -10,7 +10,7 @@ from claims.verify import interval
 from content.loader import BrokenFile
 from content.schema import Card, Claim, FollowUp, Mistake
 from engine import registry
-from ui import bench, deck, frame, ledger, prose, speaking, state, tables, text, verifying
+from ui import bench, deck, frame, ledger, prose, speaking, state, tables, text, verifying, widgets
 from ui.text import say, t
 
 LEVELS = ("core", "deep", "trap")
@@ -58,6 +58,7 @@ def _list() -> None:
                 f"{say(held.topics[card.topic].title)} · {t(f'level_{card.level}')} · {t('minutes', n=card.minutes)}"
             )
             _badges(card)
+            frame.link("cards", t("open_card"), icon=":material/arrow_forward:", card=card.id)
     _broken(held.broken)
 
 
@@ -164,9 +165,13 @@ def _sections(card: Card) -> None:
         "sources": (t("tab_sources"), _sources),
     }
     labels = [label for label, _ in sections.values()]
-    wanted = state.link_value("section", sections) or "spoken"
-    # the key holds the language: the state of tabs is their label
-    tabs = st.tabs(labels, key=f"sections-{card.id}-{state.language()}", default=sections[wanted][0], on_change="rerun")
+    # The state of tabs is their label, so their key holds the language. Their default must stay what it was at first:
+    # Streamlit resets tabs whose default changes, and the link changes with every tab that is opened.
+    first = f"sections-{card.id}-first"
+    if state.value_of(first) is None or state.value_of(first)[0] != state.language():
+        state.set_value(first, (state.language(), state.link_value("section", sections) or "spoken"))
+    default = sections[state.value_of(first)[1]][0]
+    tabs = st.tabs(labels, key=f"sections-{card.id}-{state.language()}", default=default, on_change="rerun")
     for (section, (_, body)), tab in zip(sections.items(), tabs, strict=True):
         if tab.open:
             state.set_link(card=card.id, section=section)
@@ -320,15 +325,14 @@ def _set_lab(card: Card, lab: str, params: dict[str, object]) -> None:
 def _lab(card: Card) -> None:
     ids = [lab.id for lab in card.labs]
     key = f"lab-{card.id}"
-    if state.value_of(key) not in ids:
-        by_link = state.link_value("lab", ids)
-        state.set_value(key, by_link or ids[0])
     titles = {lab.id: say(text.experiment(lab.experiment).title) for lab in card.labs}
     with st.container(border=True, key="bench"):
-        chosen = st.selectbox(t("lab"), ids, key=key, format_func=titles.__getitem__)
+        start = state.link_value("lab", ids) or ids[0]
+        chosen = widgets.listed(t("lab"), ids, key, titles.__getitem__, start=start) or ids[0]
+        state.set_link(lab=chosen if chosen != ids[0] else None)
         lab = card.lab(chosen)
         st.subheader(f":material/science: {titles[chosen]}", anchor=False)
-        st.caption(say(lab.look_for).strip())
+        st.caption(prose.named(say(lab.look_for)).strip())
         declared = registry.get(lab.experiment).Params
         start = declared.defaults() | dict(lab.params)
         extra = {
@@ -349,7 +353,6 @@ def _lab(card: Card) -> None:
                 card=card.id,
             )
         )
-        frame.link("lab", t("more_parameters"), icon=":material/open_in_full:", experiment=lab.experiment)
 
 
 # -- receipts ---------------------------------------------------------------------------------------------------------

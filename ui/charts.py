@@ -17,7 +17,7 @@ import streamlit as st
 from engine.base import Plot, Table
 from ui import text
 
-HEIGHT = 260
+HEIGHT = 330  # legend and titles included; some 260 are left for the plot
 MAX_ROWS = 4000
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 4], [10, 4])  # a second sign beside the colour
 TEXT_COLOUR = {"light": "#1F2328", "dark": "#E6E4DF"}
@@ -113,7 +113,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
         legend = alt.Legend(
             orient="top",
             title=None,
-            columns=3,
+            columns=_legend_columns(words.series),
             labelLimit=240,
             symbolType="circle" if plot.mark == "point" else "stroke",
             symbolSize=260,
@@ -155,6 +155,12 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
     return made
 
 
+def _legend_columns(series: tuple[str, ...]) -> int:
+    """As many as fit beside each other in the narrow panel of a card."""
+    longest = max(map(len, series), default=0)
+    return 3 if longest <= 9 else 2 if longest <= 18 else 1
+
+
 def _mark(base: Any, plot: Plot) -> Any:
     if plot.mark == "line":
         return base.mark_line(strokeWidth=2, point=False)
@@ -164,7 +170,7 @@ def _mark(base: Any, plot: Plot) -> Any:
         return base.mark_area(opacity=0.6)
     if plot.mark == "heat":
         return base.mark_rect()
-    return base.mark_point(filled=True, size=45)
+    return base.mark_point(filled=True, size=60, opacity=1)
 
 
 def _scale(kind: str, mark: str = "line") -> Any:
@@ -179,5 +185,5 @@ def _axis(kind: str) -> Any:
     import altair as alt
 
     if kind == "log10":
-        return alt.Axis(format=".0e", grid=True, tickCount=6)
+        return alt.Axis(format="~g", grid=True, tickCount=6)
     return alt.Axis(grid=True, tickCount=6)

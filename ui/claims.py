@@ -8,7 +8,7 @@ import json
 import streamlit as st
 
 from content.schema import Card, Claim
-from ui import deck, ledger, prose, state, verifying
+from ui import deck, ledger, prose, state, verifying, widgets
 from ui.text import say, t
 
 PER_PAGE = 100
@@ -66,18 +66,18 @@ def _filtered(everything: list[tuple[Card, Claim]]) -> list[tuple[Card, Claim]]:
         )
         # t("verdict_holds") t("verdict_fails") t("verdict_stale") t("verdict_missing")
         experiments = sorted({claim.experiment for _, claim in everything})
-        experiment = st.selectbox(
-            t("experiment"), experiments, index=None, key="claims_experiment", placeholder=t("any"), format_func=_title
+        experiment = widgets.listed(
+            t("experiment"), experiments, "claims_experiment", _title, start=None, placeholder=t("any")
         )
         card_id = None
         if len(cards) > 1:
-            card_id = st.selectbox(
+            card_id = widgets.listed(
                 t("card"),
                 list(cards),
-                index=None,
-                key="claims_card",
+                "claims_card",
+                lambda c: say(cards[c].question).strip(),
+                start=None,
                 placeholder=t("any"),
-                format_func=lambda c: say(cards[c].question).strip(),
             )
     words = query.lower().split()
 

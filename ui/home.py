@@ -23,7 +23,7 @@ def draw() -> None:
             st.caption(t("start_here"))
             st.subheader(say(card.question).strip(), anchor=False)
             st.markdown(say(card.intent).strip().split("{{")[0])
-            if st.button(t("open_card"), type="primary", icon=":material/arrow_forward:"):
+            if st.button(t("open_card"), key="open_flagship", type="primary", icon=":material/arrow_forward:"):
                 frame.go("cards", card=card.id)
     st.subheader(t("deck_map"), anchor=False)
     if not held.cards:
@@ -48,6 +48,7 @@ def _map(cards: list[Card]) -> None:
         with st.container(border=True):
             st.markdown(f"**{say(topics[topic].title)}**")
             for card in of_topic:
-                frame.link("cards", say(card.question).strip(), icon=":material/style:", card=card.id)
+                st.markdown(say(card.question).strip())
                 held = sum(ledger.verdict(card, c) == "holds" for c in card.claims)
                 st.caption(f"{t('claims_hold', held=held, total=len(card.claims))} · {t('minutes', n=card.minutes)}")
+                frame.link("cards", t("open_card"), icon=":material/arrow_forward:", card=card.id)

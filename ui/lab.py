@@ -20,17 +20,12 @@ SWEEP_SEEDS = 5
 def draw() -> None:
     """Choose an experiment; its panel, its sweep, its formula and its code."""
     names = list(registry.names())
-    key = "lab_experiment"
-    if state.value_of(key) not in names:
-        state.set_value(
-            key,
-            state.link_value("experiment", names)
-            or ("softmax_saturation" if "softmax_saturation" in names else names[0]),
-        )
+    first = "softmax_saturation" if "softmax_saturation" in names else names[0]
     st.header(t("page_lab"), anchor=False)
-    name = st.selectbox(
-        t("experiment"), names, key=key, format_func=lambda n: say(text.experiment(n).title), on_change=_forget_link
-    )
+    by_link = state.link_value("experiment", names)
+    name = widgets.listed(t("experiment"), names, "lab_experiment", _title, start=by_link or first) or first
+    if name != by_link:  # another experiment has other parameters
+        state.set_link(**{key: None for key in state.link_values() if key != "lang"})
     experiment = registry.get(name)
     words = text.experiment(name)
     reading, working = st.columns([5, 6], gap="large")
@@ -44,11 +39,8 @@ def draw() -> None:
         _code(experiment)
 
 
-def _forget_link() -> None:
-    """Another experiment has other parameters."""
-    for name in state.link_values():
-        if name != "lang":
-            state.set_link(**{name: None})
+def _title(name: str) -> str:
+    return say(text.experiment(name).title)
 
 
 def _setup(experiment: Experiment) -> bench.Setup:
@@ -146,12 +138,9 @@ def _sweep_panel(experiment: Experiment, setup: bench.Setup, purpose: str, polle
     over_options = [n for n, s in specs.items() if isinstance(s, NumberSpec)]
     slot = f"sweep/{experiment.name}"
     with st.container(horizontal=True, vertical_alignment="bottom"):
-        over = st.selectbox(
-            t("sweep_over"), over_options, key=f"{slot}.over", format_func=lambda n: text.name(n, plain=True)
-        )
-        metric = st.selectbox(
-            t("metric"), experiment.metric_names, key=f"{slot}.metric", format_func=lambda n: text.name(n, plain=True)
-        )
+        over = widgets.listed(t("sweep_over"), over_options, f"{slot}.over", _plain, start=over_options[0])
+        names = experiment.metric_names
+        metric = widgets.listed(t("metric"), names, f"{slot}.metric", _plain, start=names[0]) or names[0]
         st.button(
             t("run_sweep"),
             key=f"{slot}.run",
@@ -167,6 +156,7 @@ def _sweep_panel(experiment: Experiment, setup: bench.Setup, purpose: str, polle
     if finished is not None:
         if finished.state == "done":
             state.set_value(f"{slot}:result", finished.result)
+            state.set_value(f"{slot}:settings", state.value_of(f"{slot}:asked"))
             state.reader().messages.pop(slot, None)
         elif finished.state == "failed":
             state.reader().messages[slot] = text.error(finished.error)
@@ -181,10 +171,17 @@ def _sweep_panel(experiment: Experiment, setup: bench.Setup, purpose: str, polle
         st.rerun()
 
 
+def _plain(name: str) -> str:
+    return text.name(name, plain=True)
+
+
 def _start_sweep(experiment: Experiment, setup: bench.Setup, purpose: str, over: str) -> None:
     defaults = experiment.Params.defaults()
     params = {n: v if (v := state.control_value(setup.slot, n)) is not None else setup.params[n] for n in defaults}
     spec = experiment.Params.specs()[over]
+    changed = {n: v for n, v in params.items() if v != defaults[n] and n != over}
+    settings = ", ".join(f"{_plain(n)} = {text.choice(str(v), plain=True)}" for n, v in changed.items())
+    state.set_value(f"sweep/{experiment.name}:asked", settings)
     values = []
     for value in widgets.sweep_values(spec, isinstance(defaults[over], int)):
         try:
@@ -216,7 +213,7 @@ def _draw_sweep(experiment: Experiment, result: Sweep, metric: str, slot: str) -
         name="sweep",
         table="sweep",
         x=result.over,
-        y="mean",
+        y=metric,
         low="low",
         high="high",
         x_scale="log2" if spec.log2 else "linear",
@@ -224,6 +221,8 @@ def _draw_sweep(experiment: Experiment, result: Sweep, metric: str, slot: str) -
         y_unit=experiment.metric(metric).unit,
     )
     table = result.table(metric)
+    table = {metric if column == "mean" else column: values for column, values in table.items()}
+    settings = state.value_of(f"{slot}:settings")
     st.caption(
         t(
             "sweep_title",
@@ -238,6 +237,7 @@ def _draw_sweep(experiment: Experiment, result: Sweep, metric: str, slot: str) -
         key=f"{slot}-chart",
         description=t("sweep_title", metric=metric, over=result.over, seeds=len(result.seeds)),
     )
+    st.caption(t("sweep_settings", settings=settings) if settings else t("sweep_defaults"))
     fold = st.expander(t("table_and_summary"), key=f"{slot}-rows", on_change="rerun")
     if fold.open:
         with fold:

@@ -8,6 +8,7 @@ from pathlib import Path
 import streamlit as st
 from streamlit.components import v2
 
+from claims.bind import format_number
 from claims.receipts import Receipt
 from claims.verify import Verdict, interval
 from content.schema import Card, Claim
@@ -42,8 +43,19 @@ def verdict(card: Card, claim: Claim) -> str:
 def bounds(low: float | None, high: float | None) -> str:
     """The accepted interval, as printed on a receipt."""
     if low is not None and high is not None:
-        return f"[{text.number(low)}, {text.number(high)}]" if low != high else f"= {text.number(low)}"
+        if low == high:
+            return f"= {text.number(low)}"
+        return "[{}, {}]".format(*_apart(low, high))
     return f"≥ {text.number(low)}" if low is not None else f"≤ {text.number(high or 0.0)}"
+
+
+def _apart(low: float, high: float) -> tuple[str, str]:
+    """Both ends of an interval with digits enough that rounding moves neither by a tenth of its width."""
+    digits = 3
+    while digits < 12 and any(abs(float(f"{end:.{digits}g}") - end) > (high - low) / 10 for end in (low, high)):
+        digits += 1
+    first, last = (format_number(end, f".{digits}g", state.language()) for end in (low, high))
+    return first, last
 
 
 def measure(claim: Claim, *, plain: bool = False) -> str:

@@ -97,6 +97,17 @@ def cited(text: str) -> str:
     return _CITATION.sub(replace, text)
 
 
+def named(words: str) -> str:
+    """Names of parameters and of their values, written as in code, by the labels that their controls have."""
+    strings = deck.deck().strings
+
+    def label(match: re.Match[str]) -> str:
+        entry = strings.names.get(match[1]) or strings.choices.get(match[1])
+        return f"**{entry.text(state.language())}**" if entry else match[0]
+
+    return re.sub(r"`([A-Za-z][A-Za-z0-9_]*)`", label, words)
+
+
 def statement(claim: Claim) -> str:
     """What a claim says."""
     return cited(claim.statement.get(state.language()))

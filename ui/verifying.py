@@ -54,7 +54,9 @@ def collect() -> None:
     if job.state == "stopped":
         st.toast(t("verify_stopped", done=len(verdicts)), icon=":material/stop:")
     else:
-        st.toast(t("verify_done", held=held, total=len(verdicts)), icon=":material/fact_check:")
+        one = t("claim_holds") if held else t("claim_fails")
+        done = one if len(verdicts) == 1 else t("verify_done", held=held, total=len(verdicts))
+        st.toast(done, icon=":material/fact_check:")
 
 
 def bar() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import streamlit as st
@@ -13,6 +13,28 @@ from engine.registry import Experiment
 from ui import state, text
 
 MOST_SEGMENTS = 6  # more choices than this go into a list
+
+
+def listed(
+    label: str, options: Sequence[str], key: str, words: Callable[[str], str], *, start: str | None, **look: Any
+) -> str | None:
+    """A list to choose from; what is chosen stands under ``key``. ``start`` None: nothing is chosen at first.
+
+    Streamlit goes on showing the words of the old language under an unchanged key, so the widget's own key has it.
+    """
+    spoken, chosen = f"{key}.{state.language()}", state.value_of(key)
+    if chosen not in options:
+        chosen = start
+        state.set_value(key, chosen)
+    if state.value_of(spoken) != chosen:
+        state.set_value(spoken, chosen)
+
+    def keep() -> None:
+        state.set_value(key, state.value_of(spoken))
+
+    place = None if chosen is None else list(options).index(chosen)
+    st.selectbox(label, options, place, key=spoken, format_func=words, on_change=keep, **look)
+    return state.value_of(key)
 
 
 def held(names: Iterable[str], start: Mapping[str, Any], slot: str) -> dict[str, Any]:
@@ -70,10 +92,7 @@ def _choice(slot: str, field: str, spec: ChoiceSpec, start: str) -> None:
             label, spec.values, default=start, key=key, format_func=text.choice, help=help_text, required=True
         )
     else:
-        place = spec.values.index(start)
-        st.selectbox(
-            label, spec.values, place, key=key, format_func=lambda v: text.choice(v, plain=True), help=help_text
-        )
+        listed(label, spec.values, key, lambda v: text.choice(v, plain=True), start=start, help=help_text)
 
 
 def sweep_values(spec: NumberSpec, whole: bool, most: int = 9) -> list[Any]:

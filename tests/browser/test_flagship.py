@@ -254,3 +254,30 @@ def test_verify_all_has_progress_and_stop_and_keeps_what_was_measured(open_reade
         visit.page.get_by_text(re.compile("were measured and are kept")).wait_for(timeout=10_000)
         visit.idle()
         assert_clean(visit)
+
+
+def test_every_tab_opens_at_the_first_click(app, open_reader):
+    visit = open_reader(app)
+    open_card(visit)
+    for section, tab in zip(SECTIONS[1:], visit.page.get_by_role("tab").all()[1:], strict=True):
+        tab.click()
+        visit.page.wait_for_url(re.compile(f"section={section}"), timeout=20_000)
+        assert tab.get_attribute("aria-selected") == "true"
+    visit.idle()
+    assert_clean(visit)
+
+
+@pytest.mark.parametrize("path", ["cards", "lab"])
+def test_lists_speak_the_language_that_was_switched_to(app, open_reader, path):
+    visit = open_reader(app)
+    visit.goto(path, lang="en", **({"card": CARD} if path == "cards" else {}))
+    bench(visit).wait_for()
+    engine_ready(visit)
+    visit.act(lambda: menu(visit).get_by_text("中文").click())
+    visit.page.wait_for_url(re.compile("lang=zh"))
+    visit.idle()
+    shown = [e.input_value() or e.inner_text() for e in visit.page.locator('[data-testid="stSelectbox"] input').all()]
+    assert shown
+    assert all(re.search("[\u4e00-\u9fff]", word) for word in shown if "Processor" not in word and "CPU" not in word), (
+        shown
+    )

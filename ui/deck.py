@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 from claims import receipts
 from claims.receipts import CardReceipts, LabReceipt
 from content.loader import HOME as CONTENT
 from content.loader import Deck, load_deck
+
+log = logging.getLogger("attention_interview_lab")
 
 
 @functools.cache
@@ -31,8 +34,15 @@ def refresh() -> None:
 
 @functools.cache
 def card_receipts(card: str) -> CardReceipts:
-    """The committed receipts of a card."""
-    return receipts.load(card)
+    """The committed receipts of a card; none when their file can't be read, which the log then says.
+
+    A card without receipts can be read, and measured anew; a damaged file must not take the card with it.
+    """
+    try:
+        return receipts.load(card)
+    except (receipts.ReceiptsError, OSError) as error:
+        log.error("receipts of %s: %s", card, error)
+        return CardReceipts()
 
 
 def lab_receipt(card: str, lab: str) -> LabReceipt | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import streamlit as st
 
+from content.loader import ContentError
 from content.schema import LANGUAGES
 from engine import devices
 from ui import deck, engine, saved, state
@@ -31,6 +32,13 @@ LANGUAGE_NAMES = {"en": "English", "zh": "中文"}
 def page(page_id: str) -> Iterator[None]:
     """Draw the frame, then the page inside it, then start the engine's warm-up."""
     deck.refresh()
+    try:
+        deck.deck()
+    except ContentError as error:  # the very words of the interface are broken: both languages, from here
+        log.error("the content can't be read: %s", error)
+        st.error("The content can't be read; mend the lines below and reload. · 内容读取失败，请修正下列各行后刷新。")
+        st.code("\n".join(map(str, error.problems)), language=None, wrap_lines=True)
+        st.stop()
     state.settle_language()
     title = t(f"page_{page_id}")  # t("page_home") t("page_cards") t("page_lab") t("page_claims")
     st.set_page_config(

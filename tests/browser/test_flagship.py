@@ -249,7 +249,8 @@ def test_verify_all_has_progress_and_stop_and_keeps_what_was_measured(open_reade
         visit.goto("claims", lang="en")
         engine_ready(visit)
         visit.page.get_by_role("button", name=re.compile("Verify all")).click()
-        stop = visit.page.get_by_role("button", name=STOP["en"])
+        # at the foot of the page: Streamlit has a Stop of its own in the head while a script runs
+        stop = visit.page.get_by_test_id("stBottomBlockContainer").get_by_role("button", name=STOP["en"])
         stop.wait_for(timeout=60_000)
         stop.click()
         visit.page.get_by_text(re.compile("were measured and are kept")).wait_for(timeout=60_000)

@@ -370,7 +370,13 @@ def test_ctrl_c_ends_it_cleanly_and_writes_nothing(tmp_path, deck, jobs, everybo
         jobs,
     ]
     process = subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        list(map(str, command)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # as under a terminal: what a shell starts in the background inherits that Ctrl-C is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         for _ in range(

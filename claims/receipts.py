@@ -237,13 +237,13 @@ def load(card: str, folder: Path = FOLDER) -> CardReceipts:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return CardReceipts()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReceiptsError(f"{path.name}: {error}") from None
     try:
         machine = Machine(**data["machine"])
         claims = {name: _receipt_from(card, name, machine, fields) for name, fields in data["claims"].items()}
         labs = {name: _lab_from(fields) for name, fields in data["labs"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ReceiptsError(f"{path.name}: not a file of receipts ({error}); run tools/run_claims.py --write") from None
     return CardReceipts(machine, claims, labs)
 

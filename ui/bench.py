@@ -125,11 +125,17 @@ def _bring_up_to_date(setup: Setup, spec: RunSpec) -> None:
     reader = state.reader()
     shown = reader.shown.get(setup.slot)
     if shown is not None and shown.spec == spec:
+        if engine.active_job(_purpose(setup)) is None:  # a run that was stopped on the way here is forgotten
+            state.set_value(f"{setup.slot}:wanted", None)
+            reader.messages.pop(setup.slot, None)
         return
     if _show_reference(setup, spec):
         reader.messages.pop(setup.slot, None)
         return
-    if _wanted(setup) == spec:  # under way, or ended without a result: its message says why
+    under_way = engine.active_job(_purpose(setup)) is not None
+    if _wanted(setup) == spec and (
+        under_way or setup.slot in reader.messages
+    ):  # the message says why there is no result
         return
     state.set_value(f"{setup.slot}:wanted", spec)
     reader.messages.pop(setup.slot, None)
@@ -178,6 +184,9 @@ def _collect(setup: Setup) -> None:
         if isinstance(job.partial, Result):
             wanted = _wanted(setup)
             reader.shown[setup.slot] = Shown(wanted, job.partial, "here", job.seconds)
+        else:
+            reader.messages[setup.slot] = t("stopped_empty", share=f"{job.fraction:.0%}")
+            return
         reader.messages[setup.slot] = t(f"stopped_{job.reason}", share=f"{job.fraction:.0%}")
         # t("stopped_stop") t("stopped_replaced") t("stopped_deadline")
     else:
@@ -260,6 +269,8 @@ def _draw(setup: Setup, experiment: Experiment, spec: RunSpec) -> None:
         st.warning(message, icon=":material/info:")
     _buttons(setup, experiment, spec, job is not None)
     if shown is not None and job is None:
+        if shown.spec != spec:
+            st.caption(f":material/history: {t('other_setting')}")
         _caption(setup, shown)
     if result is not None:
         _details(setup, experiment, result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 import streamlit as st
@@ -26,7 +27,7 @@ def draw() -> None:
     elif wanted in cards:
         _card(cards[wanted])
     else:
-        st.warning(t("no_such_card", card=wanted), icon=":material/search_off:")
+        st.warning(t("no_such_card", card=re.sub(r"[^\w-]", "?", wanted)[:60]), icon=":material/search_off:")
         _list()
     verifying.bar()
 

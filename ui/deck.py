@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 
 from claims import receipts
 from claims.receipts import CardReceipts, LabReceipt
 from content.loader import HOME as CONTENT
-from content.loader import Deck, load_deck
+from content.loader import BrokenFile, Deck, Problem, load_deck
+from content.schema import Card, Claim
+from engine import registry
+from engine.base import ParamsError
 
 log = logging.getLogger("attention_interview_lab")
 
@@ -16,20 +22,52 @@ log = logging.getLogger("attention_interview_lab")
 @functools.cache
 def deck() -> Deck:
     """Cards, strings, glossary, sources; what is broken is in ``deck().broken``. Asked for every label: it is quick."""
-    return load_deck()
+    return _usable(load_deck())
 
 
-_seen: list[float] = []  # when the files were changed that the deck was read from
+def _usable(read: Deck) -> Deck:
+    """The deck without the cards that a page could not draw: those join the broken files, each with its lines."""
+    refused = {card.id: tuple(_refusals(card, read)) for card in read.cards.values()}
+    broken = tuple(BrokenFile(read.paths[name], problems) for name, problems in refused.items() if problems)
+    cards = {name: card for name, card in read.cards.items() if not refused[name]}
+    return dataclasses.replace(read, cards=cards, broken=(*read.broken, *broken))
+
+
+def _refusals(card: Card, read: Deck) -> Iterator[Problem]:
+    """What a page needs to draw a card and does not find. tools/check_content.py finds much more, and takes longer."""
+    document = read.documents[card.id]
+    if card.topic not in read.topics:
+        yield document.problem(("topic",), f"got {card.topic!r}; content/topics.yaml has {', '.join(read.topics)}")
+    for part, runs in (("labs", card.labs), ("claims", card.claims)):
+        for i, run in enumerate(runs):
+            try:
+                experiment = registry.get(run.experiment)
+                experiment.Params.from_mapping(run.params)
+                if isinstance(run, Claim):
+                    experiment.metric(run.metric)
+            except (registry.UnknownExperiment, ParamsError, KeyError) as error:
+                yield document.problem((part, i), str(error.args[0]))
+
+
+_seen: list[tuple[str, int, int]] = []  # the files that the deck was read from: name, time of change, size
 
 
 def refresh() -> None:
     """Forget what was read when a file of content or receipts has changed: edits show at the next page."""
     files = [*CONTENT.rglob("*.yaml"), *receipts.FOLDER.glob("*.json")]
-    times = [file.stat().st_mtime for file in files]
-    if times != _seen:
-        _seen[:] = times
+    seen = sorted(_stamp(file) for file in files if not file.name.startswith("."))  # an editor's own files begin so
+    if seen != _seen:
+        _seen[:] = seen
         for cached in (deck, card_receipts, staleness):
             cached.cache_clear()
+
+
+def _stamp(file: Path) -> tuple[str, int, int]:
+    try:
+        status = file.stat()
+    except OSError:  # a link to nowhere, or a file that went between the listing and now
+        return str(file), 0, 0
+    return str(file), status.st_mtime_ns, status.st_size
 
 
 @functools.cache

@@ -103,14 +103,26 @@ def _from_link(experiment: Experiment, defaults: Mapping[str, Any]) -> tuple[dic
         if raw is None:
             continue
         try:
-            default = defaults[name]
-            value: Any = raw == "True" if isinstance(default, bool) else type(default)(raw)
-            experiment.Params.from_mapping({**defaults, name: value})
-        except (ValueError, ParamsError):
+            values[name] = _read(raw, defaults[name])
+        except ValueError:
             refused.append(name)
-        else:
-            values[name] = value
+    try:
+        experiment.Params.from_mapping(values)
+    except ParamsError as error:
+        for problem in error.problems:
+            if problem.kind != "rule":  # what fits alone but not together is shown, and the panel says what is wrong
+                refused.append(problem.name)
+                values[problem.name] = defaults[problem.name]
     return values, refused
+
+
+def _read(raw: str, default: Any) -> Any:
+    """A value of the link as the type of its parameter. Raises: ValueError."""
+    if isinstance(default, bool):
+        if raw not in ("True", "False"):
+            raise ValueError(raw)
+        return raw == "True"
+    return type(default)(raw)
 
 
 def _code(experiment: Experiment) -> None:
@@ -161,6 +173,9 @@ def _sweep_panel(experiment: Experiment, setup: bench.Setup, purpose: str, polle
         elif finished.state == "failed":
             state.reader().messages[slot] = text.error(finished.error)
         else:
+            if isinstance(finished.partial, Sweep) and len(finished.partial.values):
+                state.set_value(f"{slot}:result", finished.partial)
+                state.set_value(f"{slot}:settings", state.value_of(f"{slot}:asked"))
             state.reader().messages[slot] = t(f"stopped_{finished.reason}", share=f"{finished.fraction:.0%}")
     if slot in state.reader().messages:
         st.warning(state.reader().messages[slot], icon=":material/info:")
@@ -189,6 +204,9 @@ def _start_sweep(experiment: Experiment, setup: bench.Setup, purpose: str, over:
         except ParamsError:  # a value that this setting does not allow is left out of the curve
             continue
         values.append(value)
+    if not values:
+        state.reader().messages[f"sweep/{experiment.name}"] = t("sweep_empty")
+        return
 
     def work(handle: Handle) -> Sweep:
         return runner.sweep(

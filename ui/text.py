@@ -65,6 +65,8 @@ def number(value: float) -> str:
     if value == int(value) and abs(value) < 1e7:
         return format_number(value, ",.0f", state.language())
     size = abs(value)
+    if size >= 1e9:
+        return format_number(value, ".1e", state.language())
     if size >= 1000:
         return format_number(value, ",.0f", state.language())
     if size < 1e-3:

@@ -58,6 +58,35 @@ def test_a_broken_card_is_listed_and_the_others_load(content, text):
     assert not opened("cards", card=CARD).exception
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("topic: scaling", "topic: nonsense"),
+        ("experiment: softmax_saturation", "experiment: softmax_saturated"),
+        ("metric: logits_mean", "metric: logits_meen"),
+        ("d_k: 64, n_pairs: 8192", "d_k: 0, n_pairs: 8192"),
+    ],
+)
+def test_a_card_that_the_engine_refuses_is_listed_and_the_others_load(content, old, new):
+    text = (content / "cards" / "scaling" / f"{CARD}.yaml").read_text("utf-8")
+    assert old in text
+    other = text.replace(old, new).replace(f"id: {CARD}", "id: other-card")
+    (content / "cards" / "scaling" / "other-card.yaml").write_text(other, "utf-8")
+    for app in (opened("cards"), opened("claims")):
+        assert not app.exception
+        assert not app.error
+    assert any("other-card.yaml" in e.label for e in opened("cards").expander)
+    assert not opened("cards", card=CARD).exception
+
+
+def test_an_editors_lock_file_does_no_harm(content):
+    (content / "cards" / "scaling" / f".#{CARD}.yaml").symlink_to("nobody@nowhere:1")
+    (content / "cards" / "scaling" / "gone.yaml").symlink_to("/nowhere")
+    app = opened("cards", card=CARD)
+    assert not app.exception
+    assert any("Short answer" in h.value for h in app.subheader)
+
+
 def test_broken_words_of_the_interface_are_told_with_their_line(content):
     (content / "strings.yaml").write_text("ui:\n  tagline: {en: only}\n", "utf-8")
     app = opened("cards")

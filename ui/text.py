@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 from claims.bind import format_number
@@ -11,14 +12,25 @@ from engine.runner import OutOfMemory, TooLarge
 from ui import state
 from ui.deck import deck
 
+log = logging.getLogger("attention_interview_lab")
+
 
 def t(key: str, **values: object) -> str:
     """An interface string, its {holes} filled.
 
-    Raises: KeyError for a key that strings.yaml lacks (the content check finds those first).
+    A string that strings.yaml lacks, or whose holes are other ones, shows as it is and is logged: one label must not
+    take a page down. The content check finds those first.
     """
-    text = deck().strings.ui[key].get(state.language())
-    return text.format(**values) if values else text
+    try:
+        text = deck().strings.ui[key].get(state.language())
+    except KeyError:
+        log.error("content/strings.yaml has no ui.%s", key)
+        return key
+    try:
+        return text.format(**values) if values else text
+    except (KeyError, IndexError, ValueError) as error:
+        log.error("content/strings.yaml: ui.%s can't be filled: %s", key, error)
+        return text
 
 
 def say(text: Text) -> str:

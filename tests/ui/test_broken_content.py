@@ -103,3 +103,17 @@ def test_a_damaged_file_of_receipts_leaves_the_card(tmp_path, monkeypatch, damag
     assert not app.exception
     assert not app.error
     assert any("Short answer" in h.value for h in app.subheader)
+
+
+def test_a_missing_or_misshapen_label_shows_as_it_is(content):
+    strings = content / "strings.yaml"
+    text = strings.read_text("utf-8")
+    assert "  tagline:\n" in text
+    strings.write_text(
+        text.replace("  tagline:\n", "  another_tagline:\n").replace("about {n} min", "about {m} min"), "utf-8"
+    )
+    app = opened("cards", card=CARD)
+    assert not app.exception
+    assert not app.error
+    assert any(c.value == "tagline" for c in app.caption)
+    assert any("about {m} min" in c.value for c in app.caption)

@@ -258,9 +258,9 @@ class Result:
 
 
 class Stopped(Exception):
-    """The reader pressed Stop, or a newer job replaced this one, or the time budget ran out (``reason``)."""
+    """The reader pressed Stop or went away, a newer job replaced this one, or the time budget ran out (``reason``)."""
 
-    def __init__(self, reason: Literal["stop", "replaced", "deadline"]) -> None:
+    def __init__(self, reason: Literal["stop", "replaced", "deadline", "abandoned"]) -> None:
         super().__init__(reason)
         self.reason = reason
 

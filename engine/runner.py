@@ -258,13 +258,13 @@ def map_runs(
         def inner(fraction: float, partial: object) -> None:
             report((len(results) + fraction) / len(specs), results[:])
 
-        results.append(_run_spec(spec, inner, check_stop))
+        results.append(run_spec(spec, inner, check_stop))
         report(len(results) / len(specs), results[:])
     return results
 
 
-def _run_spec(spec: RunSpec, on_progress: OnProgress | None = None, check_stop: CheckStop | None = None) -> Result:
-    """What an executor is given: a plain function of a plain value."""
+def run_spec(spec: RunSpec, on_progress: OnProgress | None = None, check_stop: CheckStop | None = None) -> Result:
+    """:func:`run` for a run given as data; a plain function of a plain value, so that an executor can be given it."""
     return run(
         spec.experiment,
         spec.params,
@@ -286,7 +286,7 @@ def _map_in(
     results = [cache.get(key) for key in keys]
     here = isinstance(executor, concurrent.futures.ThreadPoolExecutor)  # threads can be handed the stop
     futures = {
-        executor.submit(_run_spec, specs[index], None, check_stop if here else None): index
+        executor.submit(run_spec, specs[index], None, check_stop if here else None): index
         for index, known in enumerate(results)
         if known is None
     }
@@ -370,16 +370,24 @@ def sweep(
 # Jobs
 
 State = Literal["waiting", "running", "done", "stopped", "failed"]
-Reason = Literal["", "stop", "replaced", "deadline"]
+Reason = Literal["", "stop", "replaced", "deadline", "abandoned"]
 
 
 class Job(Generic[T]):
     """One piece of work of one reader. Read its fields at any time; only :class:`Jobs` writes them."""
 
     def __init__(
-        self, jobs: Jobs, id: int, reader: str, work: Callable[[Handle], T], device: str, deadline_s: float
+        self,
+        jobs: Jobs,
+        id: int,
+        reader: str,
+        work: Callable[[Handle], T],
+        device: str,
+        deadline_s: float,
+        wanted: Callable[[], bool],
     ) -> None:
         self.id, self.reader, self.device, self.deadline_s = id, reader, device, deadline_s
+        self.wanted = wanted
         self.state: State = "waiting"
         self.fraction = 0.0
         self.partial: Any = None
@@ -430,11 +438,13 @@ class Handle:
         self.check_stop()
 
     def check_stop(self) -> None:
-        """Raise Stopped when the reader stopped the job, a newer one replaced it, or its time is up."""
+        """Raise Stopped when the reader stopped the job or left it, a newer one replaced it, or its time is up."""
         if self._job._stop_for:
             raise Stopped(self._job._stop_for)
         if self._job.seconds > self._job.deadline_s:
             raise Stopped("deadline")
+        if not self._job.wanted():
+            raise Stopped("abandoned")
 
 
 class Jobs:
@@ -454,10 +464,20 @@ class Jobs:
         self._ended: OrderedDict[str, Job[Any]] = OrderedDict()  # the last of each reader
 
     def submit(
-        self, reader: str, work: Callable[[Handle], T], *, device: str = "cpu", deadline_s: float | None = None
+        self,
+        reader: str,
+        work: Callable[[Handle], T],
+        *,
+        device: str = "cpu",
+        deadline_s: float | None = None,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> Job[T]:
-        """Put work in the line of a device; a deadline counts from its start and keeps what it reported by then."""
-        job = Job(self, next(self._ids), reader, work, device, math.inf if deadline_s is None else deadline_s)
+        """Put work in the line of a device; a deadline counts from its start and keeps what it reported by then.
+
+        ``wanted`` is asked at every chunk: once it says no, nobody waits for the job any more and it ends.
+        """
+        limit_s = math.inf if deadline_s is None else deadline_s
+        job = Job(self, next(self._ids), reader, work, device, limit_s, wanted)
         with self._lock:
             at = len(self._waiting)
             for older in [other for other in (*self._waiting, *self._running) if other.reader == reader]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Mapping
@@ -18,11 +19,11 @@ from engine.base import ParamsError, Result
 from engine.registry import Experiment
 from engine.runner import Handle, RunSpec
 from ui import charts, engine, frame, jobbar, state, text, widgets
+from ui.boundary import fragment
 from ui.state import Prediction, Shown
 from ui.text import t
 
 SEEDS = 5  # runs behind the ± of a figure
-POLL_S = 0.4
 DEFAULT_BUDGET_S, MOST_BUDGET_S = 10, 120
 FIGURES = 3
 MOST_TABS = 3  # more plots than this go into a list
@@ -57,8 +58,9 @@ class Measured:
 
 def panel(setup: Setup) -> None:
     """Draw the panel as a fragment of its own: a moved slider redraws it and nothing else."""
+    state.reader().drawn_jobs.add(_purpose(setup))
     running = engine.active_job(_purpose(setup)) is not None
-    st.fragment(_panel, run_every=POLL_S if running else None)(setup, running)
+    fragment(_panel, run_every=jobbar.POLL_S if running else None)(setup, running)
 
 
 def _purpose(setup: Setup) -> str:
@@ -133,10 +135,8 @@ def _bring_up_to_date(setup: Setup, spec: RunSpec) -> None:
         reader.messages.pop(setup.slot, None)
         return
     under_way = engine.active_job(_purpose(setup)) is not None
-    if _wanted(setup) == spec and (
-        under_way or setup.slot in reader.messages
-    ):  # the message says why there is no result
-        return
+    if _wanted(setup) == spec and (under_way or setup.slot in reader.messages):
+        return  # on its way, or the message says why there is no result
     state.set_value(f"{setup.slot}:wanted", spec)
     reader.messages.pop(setup.slot, None)
     try:
@@ -148,20 +148,19 @@ def _bring_up_to_date(setup: Setup, spec: RunSpec) -> None:
         reader.shown[setup.slot] = Shown(spec, result, "here")
         return
 
+    _run(setup, spec)
+    _collect(setup)
+
+
+def _run(setup: Setup, spec: RunSpec, deadline_s: float | None = None) -> None:
+    """Start one run as a job; with a deadline it is a training run under the reader's time budget."""
+    state.set_value(f"{setup.slot}:wanted", spec)
+
     def work(handle: Handle) -> Measured:
-        result = runner.run(
-            spec.experiment,
-            spec.params,
-            seed=spec.seed,
-            device=spec.device,
-            dtype=spec.dtype,
-            on_progress=handle.progress,
-            check_stop=handle.check_stop,
-        )
+        result = runner.run_spec(spec, handle.progress, handle.check_stop)
         return Measured(Shown(spec, result, "here"), ())
 
-    engine.submit(_purpose(setup), work, device=spec.device)
-    _collect(setup)
+    engine.submit(_purpose(setup), work, device=spec.device, deadline_s=deadline_s)
 
 
 def _wanted(setup: Setup) -> RunSpec | None:
@@ -174,23 +173,22 @@ def _collect(setup: Setup) -> None:
     job = engine.take_finished(_purpose(setup))
     if job is None:
         return
-    if job.state == "done":
-        measured: Measured = job.result
-        measured.shown.seconds = job.seconds
-        reader.shown[setup.slot] = measured.shown
-        reader.verdicts.update({v.claim: v for v in measured.verdicts})
-        reader.messages.pop(setup.slot, None)
-    elif job.state == "stopped":
-        if isinstance(job.partial, Result):
-            wanted = _wanted(setup)
-            reader.shown[setup.slot] = Shown(wanted, job.partial, "here", job.seconds)
-        else:
-            reader.messages[setup.slot] = t("stopped_empty", share=f"{job.fraction:.0%}")
-            return
-        reader.messages[setup.slot] = t(f"stopped_{job.reason}", share=f"{job.fraction:.0%}")
-        # t("stopped_stop") t("stopped_replaced") t("stopped_deadline")
-    else:
+    if job.state == "failed":
         reader.messages[setup.slot] = text.error(job.error)
+        return
+    brought = job.result if job.state == "done" else job.partial
+    if isinstance(brought, Result):  # so far: a training run reports its curves on the way
+        brought = Measured(Shown(_wanted(setup), brought, "here"), ())
+    if brought is not None:
+        brought.shown.seconds = job.seconds
+        reader.shown[setup.slot] = brought.shown
+        reader.verdicts.update({verdict.claim: verdict for verdict in brought.verdicts})
+    if job.state == "done":
+        reader.messages.pop(setup.slot, None)
+    else:
+        # t("stopped_stop") t("stopped_replaced") t("stopped_deadline") t("stopped_abandoned") t("stopped_empty")
+        ended = f"stopped_{job.reason}" if brought is not None else "stopped_empty"
+        reader.messages[setup.slot] = t(ended, share=f"{job.fraction:.0%}")
 
 
 def _measure(setup: Setup, spec: RunSpec) -> None:
@@ -200,50 +198,30 @@ def _measure(setup: Setup, spec: RunSpec) -> None:
 
     def work(handle: Handle) -> Measured:
         total = SEEDS + len(claims)
-        results = []
+        results: list[Result] = []
         for i in range(SEEDS):
+            seeded = dataclasses.replace(spec, seed=spec.seed + i)
             results.append(
-                runner.run(
-                    spec.experiment,
-                    spec.params,
-                    seed=spec.seed + i,
-                    device=spec.device,
-                    dtype=spec.dtype,
-                    on_progress=lambda fraction, partial, i=i: handle.progress((i + fraction) / total),
-                    check_stop=handle.check_stop,
+                runner.run_spec(
+                    seeded, lambda fraction, _, i=i: handle.progress((i + fraction) / total), handle.check_stop
                 )
             )
-        verdicts = []
+        shown = _over_seeds(spec, results)
+        verdicts: list[Verdict] = []
         for i, claim in enumerate(claims):
-            handle.progress((SEEDS + i) / total)
+            handle.progress((SEEDS + i) / total, Measured(shown, tuple(verdicts)))
             verdicts.append(verify(claim, card, device=spec.device, check_stop=handle.check_stop))
-        spread = {
-            m: (max(r.metrics[m] for r in results) - min(r.metrics[m] for r in results)) / 2 for m in results[0].metrics
-        }
-        middle = {m: statistics.median(r.metrics[m] for r in results) for m in results[0].metrics}
-        shown = Shown(spec, Result(middle, results[0].tables), "here", spread=spread, n_seeds=SEEDS)
         return Measured(shown, tuple(verdicts))
 
     engine.submit(_purpose(setup), work, device=spec.device)
 
 
-def _train(setup: Setup, spec: RunSpec, budget_s: float) -> None:
-    """Start a training run under the reader's time budget; its curves are drawn while it goes on."""
-    state.set_value(f"{setup.slot}:wanted", spec)
-
-    def work(handle: Handle) -> Measured:
-        result = runner.run(
-            spec.experiment,
-            spec.params,
-            seed=spec.seed,
-            device=spec.device,
-            dtype=spec.dtype,
-            on_progress=handle.progress,
-            check_stop=handle.check_stop,
-        )
-        return Measured(Shown(spec, result, "here"), ())
-
-    engine.submit(_purpose(setup), work, device=spec.device, deadline_s=budget_s)
+def _over_seeds(spec: RunSpec, results: list[Result]) -> Shown:
+    """Median and half the range of each metric; the plots are those of the first seed."""
+    metrics = {name: [result.metrics[name] for result in results] for name in results[0].metrics}
+    middle = {name: statistics.median(values) for name, values in metrics.items()}
+    spread = {name: (max(values) - min(values)) / 2 for name, values in metrics.items()}
+    return Shown(spec, Result(middle, results[0].tables), "here", spread=spread, n_seeds=len(results))
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
@@ -349,7 +327,7 @@ def _buttons(setup: Setup, experiment: Experiment, spec: RunSpec, busy: bool) ->
                 type="primary",
                 icon=":material/play_arrow:",
                 disabled=busy,
-                on_click=_train,
+                on_click=_run,
                 args=(setup, spec, float(budget)),
             )
         else:
@@ -443,7 +421,7 @@ def _commit(setup: Setup, spec: RunSpec, metric: str) -> None:
     state.set_value(_predict_key(setup), False)
     state.set_value(f"{setup.slot}:pending", (spec, metric, value))
     if registry.get(setup.experiment).trains:
-        _train(setup, spec, float(state.control_value(setup.slot, "budget_s") or DEFAULT_BUDGET_S))
+        _run(setup, spec, float(state.control_value(setup.slot, "budget_s") or DEFAULT_BUDGET_S))
 
 
 def _prediction_outcome(setup: Setup) -> None:

@@ -19,7 +19,6 @@ LEVELS = ("core", "deep", "trap")
 
 def draw() -> None:
     """One card when the link names one, else the list."""
-    verifying.collect()
     wanted = state.link_value("card")
     cards = deck.deck().cards
     if wanted is None:
@@ -29,7 +28,6 @@ def draw() -> None:
     else:
         st.warning(t("no_such_card", card=re.sub(r"[^\w-]", "?", wanted)[:60]), icon=":material/search_off:")
         _list()
-    verifying.bar()
 
 
 # -- the list ---------------------------------------------------------------------------------------------------------
@@ -54,7 +52,7 @@ def _list() -> None:
         st.info(t("no_card_found") if held.cards else t("no_cards"), icon=":material/search_off:")
     for card in found:
         with st.container(border=True):
-            frame.link("cards", prose_plain(card), icon=":material/style:", card=card.id)
+            st.markdown(f"**{say(card.question).strip()}**")
             st.caption(
                 f"{say(held.topics[card.topic].title)} · {t(f'level_{card.level}')} · {t('minutes', n=card.minutes)}"
             )
@@ -63,24 +61,13 @@ def _list() -> None:
     _broken(held.broken)
 
 
-def prose_plain(card: Card) -> str:
-    """A card's question for a link; Streamlit typesets math in it."""
-    return say(card.question).strip()
-
-
 def _matches(card: Card, query: str, topic: str | None, level: str | None, track: str | None) -> bool:
     if (topic and card.topic != topic) or (level and card.level != level):
         return False
     if track and card.id not in deck.deck().tracks[track].cards:
         return False
-    haystack = searchable(card)
+    haystack = deck.searchable(card.id)
     return all(word in haystack for word in query.lower().split())
-
-
-@st.cache_data(show_spinner=False, max_entries=512, hash_funcs={Card: lambda c: (c.id, c.version)})
-def searchable(card: Card) -> str:
-    """All prose of a card in both languages, in lower case."""
-    return card.model_dump_json().lower().replace("\\\\", "\\")
 
 
 def _broken(files: Iterable[BrokenFile]) -> None:
@@ -137,20 +124,13 @@ def _hidden(card: Card) -> bool:
 
 
 def _badges(card: Card) -> None:
-    results = prose.measured(card)
-    held = sum(1 for c in card.claims if c.id in results and prose.ground(card, c.id, results[c.id]) == prose.HOLDS)
     with st.container(horizontal=True, gap="small"):
         if card.asked:
-            st.badge(
-                t("asked", banks=card.asked.banks, of=card.asked.of),
-                icon=":material/local_fire_department:",
-                color="orange",
-            )
-        st.badge(
-            t("claims_hold", held=held, total=len(card.claims)),
-            icon=":material/verified:",
-            color="green" if held == len(card.claims) else "gray",
-        )
+            asked = t("asked", banks=card.asked.banks, of=card.asked.of)
+            st.badge(asked, icon=":material/local_fire_department:", color="orange")
+        counts = ledger.counts([(card, claim) for claim in card.claims])
+        colour = "orange" if counts["fails"] else "green" if counts["holds"] == len(card.claims) else "gray"
+        st.badge(ledger.standing(counts), icon=":material/verified:", color=colour)
 
 
 def _sections(card: Card) -> None:
@@ -302,7 +282,7 @@ def _sources(card: Card) -> None:
         st.markdown(f"**{t('see_also')}**")
         for other in ids:
             if other in deck.deck().cards:
-                frame.link("cards", prose_plain(deck.deck().cards[other]), icon=":material/style:", card=other)
+                frame.link("cards", say(deck.deck().cards[other].question).strip(), icon=":material/style:", card=other)
             else:
                 st.caption(f"`{other}` · {t('not_written_yet')}")
 

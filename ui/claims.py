@@ -16,7 +16,6 @@ PER_PAGE = 100
 
 def draw() -> None:
     """Filters, *Verify all*, the receipts, and a report to take away."""
-    verifying.collect()
     cards = deck.deck().cards
     everything = [(card, claim) for card in cards.values() for claim in card.claims]
     st.header(t("page_claims"), anchor=False)
@@ -25,7 +24,7 @@ def draw() -> None:
         st.info(t("no_claims"), icon=":material/search_off:")
         return
     found = _filtered(everything)
-    counts = {v: sum(ledger.verdict(*pair) == v for pair in everything) for v in ledger.SIGNS}
+    counts = ledger.counts(everything)
     st.markdown("　".join(f"{ledger.SIGNS[v]} {t('verdict_' + v)} {n}" for v, n in counts.items() if n))
     with st.container(horizontal=True, vertical_alignment="center"):
         st.button(
@@ -49,7 +48,6 @@ def draw() -> None:
     pages = max(1, -(-len(found) // PER_PAGE))
     page = st.pagination(pages, key="claims_page") if pages > 1 else 1
     ledger.receipts(found[(page - 1) * PER_PAGE : page * PER_PAGE], key="ledger")
-    verifying.bar()
 
 
 def _filtered(everything: list[tuple[Card, Claim]]) -> list[tuple[Card, Claim]]:

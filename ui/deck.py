@@ -10,8 +10,10 @@ from pathlib import Path
 
 from claims import receipts
 from claims.receipts import CardReceipts, LabReceipt
+from content.checks import TO_LINK, TO_NAME
 from content.loader import HOME as CONTENT
 from content.loader import BrokenFile, Deck, Problem, load_deck
+from content.prose import TO_WRITE
 from content.schema import Card, Claim
 from engine import registry
 from engine.base import ParamsError
@@ -36,6 +38,8 @@ def _usable(read: Deck) -> Deck:
 def _refusals(card: Card, read: Deck) -> Iterator[Problem]:
     """What a page needs to draw a card and does not find. tools/check_content.py finds much more, and takes longer."""
     document = read.documents[card.id]
+    if any(mark in card.model_dump_json() for mark in (TO_WRITE, TO_NAME, TO_LINK)):
+        yield document.problem((), "a part is still to be written; tools/check_content.py lists each by its line")
     if card.topic not in read.topics:
         yield document.problem(("topic",), f"got {card.topic!r}; content/topics.yaml has {', '.join(read.topics)}")
     for part, runs in (("labs", card.labs), ("claims", card.claims)):
@@ -58,7 +62,7 @@ def refresh() -> None:
     seen = sorted(_stamp(file) for file in files if not file.name.startswith("."))  # an editor's own files begin so
     if seen != _seen:
         _seen[:] = seen
-        for cached in (deck, card_receipts, staleness):
+        for cached in (deck, searchable, card_receipts, staleness):
             cached.cache_clear()
 
 
@@ -68,6 +72,12 @@ def _stamp(file: Path) -> tuple[str, int, int]:
     except OSError:  # a link to nowhere, or a file that went between the listing and now
         return str(file), 0, 0
     return str(file), status.st_mtime_ns, status.st_size
+
+
+@functools.cache
+def searchable(card: str) -> str:
+    """All prose of a card in both languages, in lower case."""
+    return deck().cards[card].model_dump_json().lower().replace("\\\\", "\\")
 
 
 @functools.cache

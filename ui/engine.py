@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -19,8 +20,12 @@ from engine.runner import Handle, Job, RunSpec
 from ui import state
 
 QUICK_S = 0.3  # a run that takes longer than this becomes a job
+ABANDONED_S = 150  # a browser asks at least once a minute, also for a tab in the background
+ACTIVE = ("waiting", "running")
 WAIT_S = 0.3  # how long a script run waits for a job just submitted: most single claims are done by then
 T = TypeVar("T")
+
+_turn = threading.Lock()  # of the quick runs
 
 
 class WarmUp:
@@ -70,7 +75,10 @@ def torch_version() -> str:
 
 
 def quick(spec: RunSpec) -> Result | None:
-    """The result if it is kept already or can be had within ``QUICK_S``; None when it wants a job."""
+    """The result if it is kept already or can be had within ``QUICK_S``; None when it wants a job.
+
+    One at a time: more would share the same cores, and hold the memory of all of them at once.
+    """
     if not is_ready():
         return None
     clock = Stopwatch()
@@ -79,41 +87,63 @@ def quick(spec: RunSpec) -> Result | None:
         if clock() > QUICK_S:
             raise Stopped("deadline")
 
+    if not _turn.acquire(timeout=QUICK_S):
+        return None
     try:
-        return runner.run(
-            spec.experiment, spec.params, seed=spec.seed, device=spec.device, dtype=spec.dtype, check_stop=check
-        )
+        return runner.run_spec(spec, check_stop=check)
     except Stopped:
         return None
+    finally:
+        _turn.release()
 
 
 def submit(
     purpose: str, work: Callable[[Handle], T], *, device: str = "cpu", deadline_s: float | None = None
 ) -> Job[T]:
-    """Start a job of this reader (a newer one replaces an older) and wait for it a moment."""
+    """Start a job of this reader (a newer one replaces an older) and wait for it a moment.
+
+    It ends by itself when the reader's page has not asked for it in ``ABANDONED_S``: the tab is closed.
+    """
     reader = state.reader()
+    reader.seen = time.monotonic()
     warm_up().start()
-    job = runner.jobs.submit(reader.id, work, device=device, deadline_s=deadline_s)
-    reader.job, reader.job_purpose = job, purpose
+    job = runner.jobs.submit(
+        reader.id,
+        work,
+        device=device,
+        deadline_s=deadline_s,
+        wanted=lambda: time.monotonic() - reader.seen < ABANDONED_S,
+    )
+    reader.jobs[purpose] = job
     job.wait(WAIT_S)
     return job
 
 
-def active_job(purpose: str | None = None) -> Job[Any] | None:
-    """This reader's job while it waits or runs, of one purpose if given."""
+def active_job(purpose: str) -> Job[Any] | None:
+    """This reader's job of that purpose while it waits or runs."""
     reader = state.reader()
-    if reader.job is None or reader.job.state not in ("waiting", "running"):
-        return None
-    return reader.job if purpose in (None, reader.job_purpose) else None
+    reader.seen = time.monotonic()
+    job = reader.jobs.get(purpose)
+    return job if job is not None and job.state in ACTIVE else None
+
+
+def active_elsewhere() -> tuple[str, Job[Any]] | None:
+    """This reader's job with its purpose, if one is going on and the page drawn now does not draw its progress."""
+    reader = state.reader()
+    for purpose in reader.jobs:
+        job = active_job(purpose)
+        if job is not None and purpose not in reader.drawn_jobs:
+            return purpose, job
+    return None
 
 
 def take_finished(purpose: str) -> Job[Any] | None:
-    """The job of that purpose once it has ended, handed out one time."""
+    """The job of that purpose once it has ended, also when a newer one replaced it; handed out one time."""
     reader = state.reader()
-    if reader.job is None or reader.job_purpose != purpose or reader.job.state in ("waiting", "running"):
+    job = reader.jobs.get(purpose)
+    if job is None or job.state in ACTIVE:
         return None
-    job, reader.job, reader.job_purpose = reader.job, None, ""
-    return job
+    return reader.jobs.pop(purpose)
 
 
 def spec_of(

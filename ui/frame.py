@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +11,9 @@ import streamlit as st
 from content.loader import ContentError
 from content.schema import LANGUAGES
 from engine import devices
-from ui import deck, engine, saved, state
+from ui import deck, engine, jobbar, saved, state, verifying
+from ui.boundary import fragment, guarded, log
 from ui.text import t
-
-log = logging.getLogger("attention_interview_lab")
 
 # page id: file, icon. A page is in the menu when it works.
 PAGES = {
@@ -48,13 +46,11 @@ def page(page_id: str) -> Iterator[None]:
         initial_sidebar_state="auto",
     )
     _sidebar(page_id)
-    try:
+    state.reader().drawn_jobs.clear()
+    with guarded(f"page {page_id}"):
+        verifying.collect()
         yield
-    except (
-        Exception
-    ) as error:  # the one boundary: whatever a page did not foresee becomes a message, and its cause a log entry
-        log.exception("page %s failed", page_id)
-        st.error(t("page_failed", kind=type(error).__name__), icon=":material/error:")
+        jobbar.foot()
     engine.warm_up().start()
 
 
@@ -77,7 +73,7 @@ def _sidebar(page_id: str) -> None:
         st.space("small")
         _language_switch()
         # polls only until the engine is there
-        st.fragment(_device_badge, run_every=None if engine.warm_up().ready.is_set() else 1.0)()
+        fragment(_device_badge, run_every=None if engine.warm_up().ready.is_set() else 1.0)()
     saved.draw()
 
 

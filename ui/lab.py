@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +13,11 @@ from engine.base import NumberSpec, ParamsError, Plot
 from engine.registry import Experiment
 from engine.runner import Handle, Sweep
 from ui import bench, charts, engine, jobbar, state, text, widgets
+from ui.boundary import fragment
 from ui.text import say, t
 
 SWEEP_SEEDS = 5
+MOST_SEED = 2**31 - 1
 
 
 def draw() -> None:
@@ -22,7 +25,9 @@ def draw() -> None:
     names = list(registry.names())
     first = "softmax_saturation" if "softmax_saturation" in names else names[0]
     st.header(t("page_lab"), anchor=False)
-    by_link = state.link_value("experiment", names)
+    asked, by_link = state.link_value("experiment"), state.link_value("experiment", names)
+    if asked != by_link:
+        st.warning(t("link_refused", names="experiment"), icon=":material/link_off:")
     name = widgets.listed(t("experiment"), names, "lab_experiment", _title, start=by_link or first) or first
     if name != by_link:  # another experiment has other parameters
         state.set_link(**{key: None for key in state.link_values() if key != "lang"})
@@ -51,7 +56,7 @@ def _setup(experiment: Experiment) -> bench.Setup:
         st.warning(t("link_refused", names=", ".join(refused)), icon=":material/link_off:")
     with st.container(horizontal=True):
         seed = st.number_input(
-            t("seed"), 0, 2**31 - 1, _link_int("seed"), key=state.control_key(slot, "seed"), width=140
+            t("seed"), 0, MOST_SEED, _link_seed() or 0, key=state.control_key(slot, "seed"), width=140
         )
         device, dtype = "cpu", "float32"
         if engine.is_ready():
@@ -90,14 +95,20 @@ def _setup(experiment: Experiment) -> bench.Setup:
     )
 
 
-def _link_int(name: str) -> int:
-    value = state.link_value(name) or ""
-    return int(value) if value.isdecimal() and len(value) < 10 else 0
+def _link_seed() -> int | None:
+    """The seed of the link, 0 without one; None for what is no seed."""
+    raw = state.link_value("seed") or "0"
+    seed = int(raw) if re.fullmatch(r"\d{1,10}", raw, re.ASCII) else MOST_SEED + 1
+    return seed if seed <= MOST_SEED else None
 
 
 def _from_link(experiment: Experiment, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Parameters named in the link; those that can't be taken are listed and left at their default."""
-    values, refused = dict(defaults), []
+    """Parameters named in the link; what can't be taken is listed and left at its default."""
+    values, refused = dict(defaults), [] if _link_seed() is not None else ["seed"]
+    if engine.is_ready():
+        known = {d.id: d.dtypes for d in devices.available()}
+        allowed = {"device": known, "dtype": {dtype for dtypes in known.values() for dtype in dtypes}}
+        refused += [name for name, ids in allowed.items() if state.link_value(name) != state.link_value(name, ids)]
     for name in experiment.Params.specs():
         raw = state.link_value(name)
         if raw is None:
@@ -139,10 +150,11 @@ def _sweep(experiment: Experiment, setup: bench.Setup) -> None:
     if experiment.trains:
         return
     purpose = f"sweep:{experiment.name}"
+    state.reader().drawn_jobs.add(purpose)
     running = engine.active_job(purpose) is not None
     st.subheader(t("sweep"), anchor=False)
     st.caption(t("sweep_help"))
-    st.fragment(_sweep_panel, run_every=bench.POLL_S if running else None)(experiment, setup, purpose, running)
+    fragment(_sweep_panel, run_every=jobbar.POLL_S if running else None)(experiment, setup, purpose, running)
 
 
 def _sweep_panel(experiment: Experiment, setup: bench.Setup, purpose: str, polled: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import streamlit as st
@@ -38,6 +38,22 @@ def verdict(card: Card, claim: Claim) -> str:
     """ "holds", "fails", "stale" or "missing": what stands for a claim now."""
     result = prose.measured(card).get(claim.id)
     return "missing" if result is None else VERDICTS[prose.ground(card, claim.id, result)]
+
+
+def counts(claims: Sequence[tuple[Card, Claim]]) -> dict[str, int]:
+    """How many of the claims have each verdict."""
+    found = [verdict(card, claim) for card, claim in claims]
+    return {name: found.count(name) for name in SIGNS}
+
+
+def standing(found: Mapping[str, int]) -> str:
+    """The counts in words: what holds, and what does not or waits to be measured again."""
+    words = [t("claims_hold", held=found["holds"], total=sum(found.values()))]
+    if found["fails"]:
+        words.append(t("claims_fail", n=found["fails"]))
+    if found["stale"] + found["missing"]:
+        words.append(t("claims_to_renew", n=found["stale"] + found["missing"]))
+    return " · ".join(words)
 
 
 def bounds(low: float | None, high: float | None) -> str:

@@ -14,7 +14,8 @@ from ui import deck, state
 from ui.text import t
 
 HOLDS, STALE, FAILS = "green", "gray", "orange"
-_CITATION = re.compile(r"\s?\[@([a-z0-9-]+)\]")
+_KEY = re.compile(r"\[@([a-z0-9-]+)\]")
+_CITATION = re.compile(r"\s?\[@[a-z0-9-]+\](?:[,、]\s?\[@[a-z0-9-]+\])*")  # several side by side share one bracket
 
 
 def measured(card: Card) -> dict[str, Verdict | Receipt]:
@@ -88,11 +89,12 @@ def linked(label: str, source: Source) -> str:
 def cited(text: str) -> str:
     """[@key] → a link with the author's name and the year."""
     sources = deck.deck().sources
+    chinese = state.language() == "zh"
 
     def replace(match: re.Match[str]) -> str:
-        source = sources.get(match[1])
-        label = linked(source.short, source) if source else match[1]
-        return f"（{label}）" if state.language() == "zh" else f" ({label})"
+        keys = _KEY.findall(match[0])
+        labels = [linked(sources[key].short, sources[key]) if key in sources else key for key in keys]
+        return f"（{'；'.join(labels)}）" if chinese else f" ({'; '.join(labels)})"
 
     return _CITATION.sub(replace, text)
 

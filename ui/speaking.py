@@ -9,6 +9,7 @@ import streamlit as st
 from content.schema import Card
 from content.speech import spoken_seconds
 from ui import prose, state
+from ui.boundary import fragment
 from ui.text import say, t
 
 TARGET_S = 30
@@ -21,7 +22,7 @@ def draw(card: Card) -> None:
         st.markdown(prose.markdown(card, card.spoken))
     st.caption(t("spoken_takes", seconds=f"{spoken_seconds(say(card.spoken), state.language()):.0f}"))
     running = state.reader().timer_started is not None
-    st.fragment(_timer, run_every=1.0 if running else None)()
+    fragment(_timer, run_every=1.0 if running else None)()
 
 
 def _timer() -> None:

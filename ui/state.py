@@ -5,6 +5,7 @@ The only module that touches ``st.session_state`` and ``st.query_params``.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,8 +50,9 @@ class Reader:
     spoken: str = ""  # the language of the current script run
     chose_language: bool = False  # pressed the switch on this visit: worth saving in the browser
     verdicts: dict[str, Verdict] = field(default_factory=dict)  # receipts measured on this visit, by claim id
-    job: Job[Any] | None = None
-    job_purpose: str = ""  # "lab:<slot>" or "claims"
+    jobs: dict[str, Job[Any]] = field(default_factory=dict)  # what was started, by purpose: "lab:<slot>", "claims", ...
+    drawn_jobs: set[str] = field(default_factory=set)  # purposes whose progress the page itself draws
+    seen: float = field(default_factory=time.monotonic)  # when a script run of this visit last asked for its jobs
     shown: dict[str, Shown] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)  # what happened to the last run, by slot
     revealed: set[str] = field(default_factory=set)  # answers that were asked for

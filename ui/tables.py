@@ -7,6 +7,7 @@ import streamlit as st
 from content.schema import Card, FilledTable
 from engine import registry
 from ui import engine, text
+from ui.boundary import fragment
 from ui.text import t
 
 POLL_S = 1.0
@@ -17,7 +18,7 @@ def draw(card: Card) -> None:
     table = card.alternatives.table
     if table is not None:
         st.markdown(f"**{t('compared')}**")
-        st.fragment(_fill, run_every=None if engine.is_ready() else POLL_S)(table)
+        fragment(_fill, run_every=None if engine.is_ready() else POLL_S)(table)
 
 
 def _fill(table: FilledTable) -> None:

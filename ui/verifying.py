@@ -9,11 +9,10 @@ import streamlit as st
 from claims.verify import Verdict, verify
 from content.schema import Claim
 from engine.runner import Handle
-from ui import engine, jobbar, state, text
+from ui import engine, state, text
 from ui.text import t
 
 PURPOSE = "claims"
-POLL_S = 0.4
 
 
 def start(claims: Iterable[tuple[str, Claim]], mistake: str | None = None) -> None:
@@ -47,9 +46,8 @@ def collect() -> None:
     verdicts: tuple[Verdict, ...] = (job.result if job.state == "done" else job.partial) or ()
     state.reader().verdicts.update({v.claim: v for v in verdicts})
     if job.state == "failed":
-        state.reader().messages[PURPOSE] = text.error(job.error)
+        st.error(text.error(job.error), icon=":material/error:")
         return
-    state.reader().messages.pop(PURPOSE, None)
     held = sum(v.holds for v in verdicts)
     if job.state == "stopped":
         st.toast(t("verify_stopped", done=len(verdicts)), icon=":material/stop:")
@@ -57,24 +55,6 @@ def collect() -> None:
         one = t("claim_holds") if held else t("claim_fails")
         done = one if len(verdicts) == 1 else t("verify_done", held=held, total=len(verdicts))
         st.toast(done, icon=":material/fact_check:")
-
-
-def bar() -> None:
-    """While a verification goes on, a bar at the foot of the page; afterwards its error, if it had one."""
-    message = state.reader().messages.get(PURPOSE)
-    if message:
-        st.error(message, icon=":material/error:")
-    if engine.active_job(PURPOSE) is not None:
-        with st.bottom:
-            st.fragment(_bar, run_every=POLL_S)()
-
-
-def _bar() -> None:
-    job = engine.active_job(PURPOSE)
-    if job is None:
-        st.rerun()
-    else:
-        jobbar.draw(job, t("verifying"))
 
 
 def busy() -> bool:

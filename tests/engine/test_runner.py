@@ -604,16 +604,22 @@ def test_a_newer_job_takes_over_the_place_of_a_waiting_one(jobs):
     assert not gate.begun.is_set()
 
 
-def test_the_latest_job_of_a_reader_is_the_one_submitted_last_whichever_ends_last(jobs):
+def start_one_that_is_slow_to_stop(jobs, reader):
+    """A running job that notices its stop only once the event is set."""
     hold, began = threading.Event(), threading.Event()
 
-    def slow_to_stop(handle):
+    def work(handle):
         began.set()
         assert hold.wait(PATIENCE_S)
         handle.check_stop()
 
-    old = jobs.submit("ann", slow_to_stop)
+    job = jobs.submit(reader, work)
     assert began.wait(PATIENCE_S)
+    return job, hold
+
+
+def test_the_latest_job_of_a_reader_is_the_one_submitted_last_whichever_ends_last(jobs):
+    old, hold = start_one_that_is_slow_to_stop(jobs, "ann")
     new = jobs.submit("ann", lambda handle: 1)
     new.stop()
     hold.set()
@@ -622,15 +628,7 @@ def test_the_latest_job_of_a_reader_is_the_one_submitted_last_whichever_ends_las
 
 
 def test_a_reader_never_has_two_jobs_running_even_on_two_devices(jobs):
-    hold, began = threading.Event(), threading.Event()
-
-    def slow_to_stop(handle):
-        began.set()
-        assert hold.wait(PATIENCE_S)
-        handle.check_stop()
-
-    old = jobs.submit("ann", slow_to_stop)
-    assert began.wait(PATIENCE_S)
+    old, hold = start_one_that_is_slow_to_stop(jobs, "ann")
     gate, new = start(jobs, "ann", device="cuda:0")
     assert (old.state, new.state) == ("running", "waiting")
     hold.set()
@@ -757,3 +755,22 @@ def test_the_stop_of_a_job_reaches_a_real_experiment_within_a_chunk(jobs):
     assert (job.state, job.reason) == ("stopped", "stop")
     assert job.fraction < 0.5  # the whole run takes some ten seconds; how long one chunk takes here is for the bench
     assert time.monotonic() - pressed < PATIENCE_S
+
+
+def test_a_job_that_nobody_waits_for_any_more_ends_at_its_next_chunk_and_keeps_what_it_had(jobs):
+    there = threading.Event()
+    there.set()
+    began, left = threading.Event(), threading.Event()
+
+    def work(handle):
+        handle.progress(0.5, "so far")
+        began.set()
+        assert left.wait(PATIENCE_S)
+        handle.progress(0.6)
+
+    job = jobs.submit("ann", work, wanted=there.is_set)
+    assert began.wait(PATIENCE_S)
+    there.clear()
+    left.set()
+    assert job.wait(PATIENCE_S)
+    assert (job.state, job.reason, job.partial) == ("stopped", "abandoned", "so far")

@@ -65,6 +65,7 @@ def test_a_broken_card_is_listed_and_the_others_load(content, text):
         ("experiment: softmax_saturation", "experiment: softmax_saturated"),
         ("metric: logits_mean", "metric: logits_meen"),
         ("d_k: 64, n_pairs: 8192", "d_k: 0, n_pairs: 8192"),
+        ("because: 'standard error 8", "because: 'TODO standard error 8"),  # as tools/new_card.py leaves it
     ],
 )
 def test_a_card_that_the_engine_refuses_is_listed_and_the_others_load(content, old, new):

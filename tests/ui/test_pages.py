@@ -7,6 +7,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from content.loader import load_deck
+from ui import prose
 from ui.frame import PAGES
 
 DECK = load_deck()
@@ -128,3 +129,17 @@ def test_think_first_hides_answers_until_asked():
     assert len(app.markdown) < before
     next(b for b in app.button if b.label == "Show the answers").click().run()
     assert len(app.tabs) > 0
+
+
+@pytest.mark.parametrize(
+    ("lang", "text", "shown"),
+    [
+        ("en", "so [@vaswani2017], [@yang2022].", "so ([Vaswani et al., 2017]({}); [Yang et al., 2022]({}))."),
+        ("zh", "如此 [@vaswani2017]、[@yang2022]。", "如此（[Vaswani et al., 2017]({})；[Yang et al., 2022]({})）。"),
+        ("en", "so [@question-bank-survey].", "so (" + DECK.sources["question-bank-survey"].short + ")."),
+    ],
+)
+def test_citations_side_by_side_share_a_bracket_and_only_addresses_are_links(monkeypatch, lang, text, shown):
+    monkeypatch.setattr(prose.state, "language", lambda: lang)
+    links = [DECK.sources[key].link for key in ("vaswani2017", "yang2022")]
+    assert prose.cited(text) == shown.format(*links)

@@ -60,7 +60,7 @@ def _filtered(everything: list[tuple[Card, Claim]]) -> list[tuple[Card, Claim]]:
     )
     with st.container(horizontal=True):
         verdict = st.pills(
-            t("verdict"), list(ledger.SIGNS), key="claims_verdict", format_func=lambda v: t("verdict_" + v)
+            t("verdict"), list(ledger.SIGNS), key="claims_verdict", format_func=lambda v: t("verdict_" + v), wrap=True
         )
         # t("verdict_holds") t("verdict_fails") t("verdict_stale") t("verdict_missing")
         experiments = sorted({claim.experiment for _, claim in everything})

@@ -6,7 +6,7 @@ ADDRESS ?= localhost
 ARGS ?=
 
 VENV := .venv/bin/python
-.PHONY: app test check claims bench clean env env-tests
+.PHONY: app test lint check claims bench clean env env-tests
 
 app: env
 	@exec $(VENV) -m streamlit run app.py --server.port $(PORT) --server.address $(ADDRESS)
@@ -15,11 +15,13 @@ app: env
 test: env-tests
 	@exec $(VENV) -m pytest -n 2 --dist loadgroup $(ARGS)
 
-# The fast one, before every commit: under a minute.
-check: env-tests
+lint: env-tests
 	$(VENV) -m ruff check .
 	$(VENV) -m ruff format --check .
 	$(VENV) -m mypy
+
+# The fast one, before every commit: under a minute.
+check: lint
 	$(VENV) tools/check_content.py
 	$(VENV) -m pytest -n 2 -m "not browser and not claims and not slow" $(ARGS)
 

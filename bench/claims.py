@@ -16,9 +16,9 @@ def rows() -> Iterator[Row]:
 
     torch.set_num_threads(1)
     todo = [
-        (claim, card.id)
-        for card in load_deck().cards.values()
-        for claim in card.claims
+        (claim, owner)
+        for owner, claims in load_deck().claims.items()
+        for claim in claims
         if not registry.get(claim.experiment).trains
     ]
     verify(*todo[0])  # what is imported once is not the claims' cost

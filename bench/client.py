@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +48,9 @@ class Reader:
         """What is on the page, in its order."""
         return (found for _, found in sorted(self._elements.items()) if not kinds or found.kind in kinds)
 
-    def find(self, kind: str, wanted: Callable[[Any], bool] = lambda proto: True) -> Found:
-        """The first element of a kind that is as wanted. Raises: LookupError with what there is."""
-        for found in self.elements(kind):
-            if wanted(found.proto):
-                return found
-        raise LookupError(f"no such {kind} among {[f.kind for f in self.elements()]}")
+    def lab_slider(self) -> Found:
+        """The first control of the lab's panel, the page's first fragment with a slider."""
+        return next(found for found in self.elements("slider") if found.fragment)
 
     def slide(self, slider: Found, position: float) -> float:
         """Move a slider (a select_slider counts its options from 0); seconds until the script has finished."""

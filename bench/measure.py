@@ -32,8 +32,8 @@ def p95(values: Sequence[float]) -> float:
     return sorted(values)[min(len(values) - 1, round(0.95 * (len(values) - 1)))]
 
 
-def median_and_p95(values: Sequence[float], factor: float = 1.0) -> tuple[float, float]:
-    return statistics.median(values) * factor, p95(values) * factor
+def median_and_p95(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.median(values), p95(values)
 
 
 def family(pid: int) -> Iterator[int]:

@@ -23,7 +23,7 @@ def ready_button(reader: Reader) -> Found | None:
 def run_a_lab(reader: Reader, number: int, seconds: float = 120) -> None:
     """Move the lab's slider, press Run, and poll as a page does until the run is over."""
     until = time.monotonic() + seconds
-    slider = next(f for f in reader.elements("slider") if f.fragment)
+    slider = reader.lab_slider()
     reader.slide(slider, min(slider.proto.max, slider.proto.min + number % 8))
     pressed = False
     while time.monotonic() < until:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.client import Found, Reader
+from bench.client import Reader
 from bench.measure import CARD, Row, cpu_s, median_and_p95
 from tools.browser import App, Visit, context, launch, serve
 from tools.setup_env import ROOT
@@ -65,15 +65,15 @@ def record(folder: Path) -> int:
     with serve() as app, Reader(app.url, "cards", QUERY) as reader:
         reader.open()
         wait_for_engine(reader)
-        slider = lab_slider(reader)
+        slider = reader.lab_slider()
         low, high, step = slider.proto.min, slider.proto.max, slider.proto.step or 1
         positions = [low + i * step for i in range(STEPS + 1) if low + i * step <= high]
         charts: list[list[dict[str, str]]] = []
         before: list[bytes] = []
         for position in positions:
-            reader.slide(lab_slider(reader), position)
+            reader.slide(reader.lab_slider(), position)
             for _ in range(100):  # on a busy machine the run becomes a job, and its chart comes a moment later
-                fragment = lab_slider(reader).fragment
+                fragment = reader.lab_slider().fragment
                 drawn = [f.proto for f in reader.elements("vega_lite_chart") if f.fragment == fragment]
                 if drawn and [rows_of(chart) for chart in drawn] != before:
                     break
@@ -84,11 +84,6 @@ def record(folder: Path) -> int:
             charts.append([save(chart, folder / f"{position:g}-{n}") for n, chart in enumerate(drawn)])
     (folder / "charts.json").write_text(json.dumps(charts))
     return len(positions)
-
-
-def lab_slider(reader: Reader) -> Found:
-    """The first control of the lab's panel, the page's first fragment with a slider."""
-    return next(f for f in reader.elements("slider") if f.fragment)
 
 
 def rows_of(chart: Any) -> bytes:

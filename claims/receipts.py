@@ -176,7 +176,7 @@ def lab_receipt(lab: Lab, result: Result) -> LabReceipt:
     experiment = registry.get(lab.experiment)
     tables: dict[str, Table] = {}
     for plot in experiment.plots:
-        for name in filter(None, (plot.x, plot.y, plot.by, plot.facet, plot.low, plot.high, plot.theory)):
+        for name in plot.columns:
             tables.setdefault(plot.table, {})[name] = result.tables[plot.table][name]
     metrics = {name: _rounded(value) for name, value in result.metrics.items()}
     return LabReceipt(metrics, tables, result.done, lab_hash(lab), code_hash(lab.experiment))
@@ -237,8 +237,8 @@ def load(card: str, folder: Path = FOLDER) -> CardReceipts:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return CardReceipts()
-    except (ValueError, RecursionError) as error:
-        raise ReceiptsError(f"{path.name}: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ReceiptsError(f"{path.name}: can't be read: {error}; run tools/run_claims.py --write") from None
     try:
         machine = Machine(**data["machine"])
         claims = {name: _receipt_from(card, name, machine, fields) for name, fields in data["claims"].items()}

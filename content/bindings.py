@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from content.expressions import evaluate
 from content.markdown import Fault, outside
 
-FORMAT = re.compile(r"\+?,?(?:\.\d{1,2})?[efgd%]?|bytes")
+FORMAT = re.compile(r"\+?,?(?:d|(?:\.\d{1,2})?[efg%]?)|bytes")
 OPERATIONS: dict[str, Callable[[float, float], float]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -85,10 +85,10 @@ def parse(text: str) -> list[Piece]:
 
     Raises: BindingError.
     """
-    faults = [piece for piece in scan(text) if isinstance(piece, Fault)]
-    if faults:
+    found = list(scan(text))
+    if faults := [piece for piece in found if isinstance(piece, Fault)]:
         raise BindingError(faults)
-    return [piece for piece in scan(text) if not isinstance(piece, Fault)]
+    return [piece for piece in found if not isinstance(piece, Fault)]
 
 
 def scan(text: str) -> Iterator[Piece | Fault]:

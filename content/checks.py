@@ -18,9 +18,6 @@ from content.loader import Deck
 from content.problems import Path, Problem, choices
 from content.prose import TO_WRITE, Page, check_card_texts, check_loose_texts, check_text
 from content.schema import LANGUAGES, Card, Cloze, Item, Numeric, Predict, Scalar, Shape, draws, texts
-from content.speech import spoken_seconds
-
-__all__ = ["check_deck", "made_items", "spoken_seconds"]
 
 LEAST = {"claims": 5, "mistakes": 3, "follow_ups": 4}
 LEAST_ITEMS, LEAST_KINDS, LEAST_DRAWS = 8, 4, 50
@@ -317,7 +314,7 @@ def _spoken(page: Page, card: Card) -> None:
             report = page.error if length > speech.TOLERANCE * limit else page.warn
             report(
                 ("spoken", language),
-                f"{length} {unit}, about {spoken_seconds(card.spoken.get(language), language):.0f} s; at most "
+                f"{length} {unit}, about {speech.spoken_seconds(card.spoken.get(language), language):.0f} s; at most "
                 f"{limit} {unit} are 30 s",
             )
 
@@ -415,7 +412,7 @@ def _cloze(page: Page, path: Path, item: Cloze) -> None:
     if any(TO_WRITE in o.text.en for options in item.holes for o in options):
         return
     for filling in itertools.product(*item.holes):
-        source = f"{item.setup}\n{filled(item, [o.text.en for o in filling])}\n{item.check}\n"
+        source = filled(item, [o.text.en for o in filling])
         try:
             ast.parse(source)
         except (SyntaxError, ValueError) as error:
@@ -425,11 +422,10 @@ def _cloze(page: Page, path: Path, item: Cloze) -> None:
 
 
 def filled(item: Cloze, options: Sequence[str]) -> str:
-    """The code with its holes filled; backticks around an option are the text's, not the code's."""
-    parts = item.code.split("___")
-    return "".join(
-        itertools.chain.from_iterable(zip(parts, [*(o.strip().strip("`") for o in options), ""], strict=True))
-    )
+    """Set-up, code with its holes filled, and check; backticks around an option are the text's, not the code's."""
+    first, *parts = item.code.split("___")
+    code = first + "".join(o.strip().strip("`") + part for o, part in zip(options, parts, strict=True))
+    return f"{item.setup}\n{code}\n{item.check}\n"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -439,10 +435,8 @@ def filled(item: Cloze, options: Sequence[str]) -> str:
 def _across(deck: Deck) -> Iterator[Problem]:
     """Claim ids are unique in the deck; prerequisites lead nowhere in a circle; no source is left unused."""
     first: dict[str, str] = {}
-    everything = [(card_id, card.claims) for card_id, card in deck.cards.items()]
-    everything += [(f"claims/{name}", claims) for name, claims in deck.loose.items()]
-    ids = {c.id for _, claims in everything for c in claims}
-    for owner, claims in everything:
+    ids = {c.id for claims in deck.claims.values() for c in claims}
+    for owner, claims in deck.claims.items():
         document = deck.documents[owner]
         for n, claim in enumerate(claims):
             if claim.id in first and claim.id != TO_LINK:

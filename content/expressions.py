@@ -84,8 +84,8 @@ def _value(node: ast.expr, names: Mapping[str, Value], text: str) -> Value:
 
 
 def _step(node: ast.expr, names: Mapping[str, Value], text: str) -> Value:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _bounded(node.value, text)  # type: ignore[arg-type]
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
+        return _bounded(node.value, text)
     if isinstance(node, ast.Name):
         if node.id not in names:
             raise ValueError(

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -24,9 +24,8 @@ from content.strict_yaml import MAX_BYTES, Document, read
 
 __all__ = ["BrokenFile", "ContentError", "Deck", "Problem", "display", "load_card", "load_deck", "parse"]
 
-HOME = Path(__file__).parent
+HOME = Path(__file__).resolve().parent
 PROJECT = HOME.parent
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,12 @@ class Deck:
     loose: Mapping[str, tuple[Claim, ...]] = field(default_factory=dict)  # experiment → claims without a card
     paths: Mapping[str, Path] = field(default_factory=dict)  # of cards and loose claims
     documents: Mapping[str, Document] = field(default_factory=dict)
+
+    @property
+    def claims(self) -> dict[str, tuple[Claim, ...]]:
+        """All claims by whose they are: a card's id, or ``claims/<experiment>`` where there is no card."""
+        of_cards = {name: card.claims for name, card in self.cards.items()}
+        return of_cards | {f"claims/{name}": claims for name, claims in self.loose.items()}
 
 
 BESIDE: dict[str, Any] = {
@@ -108,6 +113,9 @@ def load_deck(folder: str | os.PathLike[str] = HOME) -> Deck:
     for path in _files(folder / "claims"):
         try:
             claims, document = _load(path, LooseClaims)
+            if path.stem in loose:
+                first = display(paths[f"claims/{path.stem}"])
+                raise ContentError([document.problem((), f"{first} has claims of {path.stem} as well; keep one file")])
         except ContentError as error:
             broken.append(BrokenFile(path, error.problems))
         else:
@@ -177,11 +185,12 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-_kept: dict[tuple[Path, Any], tuple[tuple[int, int], Any]] = {}
+_Outcome = tuple[Any, Document] | ContentError
+_kept: dict[tuple[Path, str], tuple[tuple[int, int], _Outcome]] = {}
 _lock = threading.Lock()
 
 
-def _load(path: Path, kind: type[T] | Any) -> tuple[Any, Document]:
+def _load(path: Path, kind: Any) -> tuple[Any, Document]:
     """Parse a file, or take what was made of it while its time and size are the same."""
     file = display(path)
     try:
@@ -192,17 +201,18 @@ def _load(path: Path, kind: type[T] | Any) -> tuple[Any, Document]:
     with _lock:
         kept = _kept.get(name)
     if kept is None or kept[0] != stamp:
-        outcome: Any
+        made: _Outcome
         try:
-            outcome = parse(_bytes(path, file, status.st_size), file, kind)
+            made = parse(_bytes(path, file, status.st_size), file, kind)
         except ContentError as error:
-            outcome = error.problems
-        kept = stamp, outcome
+            made = error
+        kept = stamp, made
         with _lock:
             _kept[name] = kept
-    if isinstance(kept[1][0], Problem):
-        raise ContentError(kept[1])
-    return kept[1]  # type: ignore[no-any-return]
+    outcome = kept[1]
+    if isinstance(outcome, ContentError):
+        raise ContentError(outcome.problems)  # a new one: readers would share, and lengthen, the traceback of one
+    return outcome
 
 
 def _bytes(path: Path, file: str, size: int) -> bytes:

@@ -58,12 +58,17 @@ def spans(text: str) -> tuple[Span, ...]:
 
 
 @functools.lru_cache(4096)
-def outside(text: str, *, math: bool = True) -> str:
-    """The text with code (and, with ``math``, formulas) blanked; every other character keeps its place."""
+def outside(text: str) -> str:
+    """The text with code and formulas blanked; every other character keeps its place."""
     for span in spans(text):
-        if span.kind in ("fence", "code") or (math and span.is_math):
+        if span.kind != "escape":
             text = text[: span.start] + BLANK * (span.end - span.start) + text[span.end :]
     return text
+
+
+def blanked(text: str, pattern: str, blank: str = BLANK) -> str:
+    """The text with what matches blanked; every other character keeps its place."""
+    return re.sub(pattern, lambda m: blank * len(m[0]), text)
 
 
 def formulas(text: str) -> list[str]:

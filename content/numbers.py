@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from content.markdown import BLANK, outside, spans
+from content.markdown import BLANK, blanked, outside, spans
 
 Kind = Literal["plain", "times", "share", "size"]  # 64 keys · eight times, 8 倍 · 7 %, a fifth, 五分之一 · 40 GiB
 
@@ -220,15 +220,14 @@ def _readable(text: str) -> str:
         (r"https?://\S+", " "),
         (r"(?m)^ *\d+[.)] ", " "),
     ):
-        plain = re.sub(pattern, lambda m, blank=blank: blank * len(m[0]), plain)  # type: ignore[misc]
+        plain = blanked(plain, pattern, blank)
     return plain
 
 
 def _digits(m: re.Match[str], plain: str) -> Number | None:
     digits, before, after = m[0], plain[: m.start()], plain[m.end() :]
     value = float(digits.replace(",", ""))
-    places = len(digits.split(".")[1].split("e")[0].split("E")[0]) if "." in digits else None
-    unit = 10.0**-places if places is not None else 0.0
+    unit = _unit(digits)
     about = bool(_ABOUT.search(before)) or after.lstrip().startswith("左右")
     if re.match(r"\.\d", after) or _PLACE.search(before):
         return None
@@ -238,8 +237,8 @@ def _digits(m: re.Match[str], plain: str) -> Number | None:
         return None
     if value in (1, 2, 4, 8, 16, 32, 64) and _FORMATS.match(after):
         return None
-    if _SHARE.match(after):
-        return Number(value / 100, "share", m.start(), digits + after[: _SHARE.match(after).end()], unit / 100, about)  # type: ignore[union-attr]
+    if share := _SHARE.match(after):
+        return Number(value / 100, "share", m.start(), digits + share[0], unit / 100, about)
     if size := _SIZE.match(after):
         factor = float((1024 if size[2] else 1000) ** _SIZES[size[1].lower()]) if size[1] else 1.0
         return Number(value * factor, "size" if size[1] else "plain", m.start(), digits + size[0], unit * factor, about)
@@ -259,6 +258,12 @@ def _digits(m: re.Match[str], plain: str) -> Number | None:
     if re.match(r"[A-Za-z]", after) or value in (0, 1):
         return None
     return Number(value, "plain", m.start(), digits, unit, about)
+
+
+def _unit(digits: str) -> float:
+    """What the last decimal is worth: 0.1 of 16.0, 1e-4 of 1.5e-3; 0 where there are no decimals."""
+    mantissa, _, exponent = digits.lower().partition("e")
+    return 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2])) if "." in mantissa else 0.0
 
 
 def _worded(m: re.Match[str], how: str, plain: str) -> Number:
@@ -282,19 +287,17 @@ def _worded(m: re.Match[str], how: str, plain: str) -> Number:
 
 def _in_formula(tex: str, start: int) -> Iterator[Number]:
     """Sizes in a formula: decimals and whole numbers above 10; smaller ones, indices, exponents are its structure."""
-    words = re.sub(r"\\(?:text|mathrm|operatorname)\{[^{}]*\}", lambda m: " " * len(m[0]), tex)
+    words = blanked(tex, r"\\(?:text|mathrm|operatorname)\{[^{}]*\}", " ")
     for m in re.finditer(rf"(?<![A-Za-z0-9_.]){_NUM}", words):
-        value = float(m[0].replace(",", ""))
-        if re.search(r"[\^_]\{?-?$", words[: m.start()]) or (
-            "." not in m[0] and value <= 10 and not re.match(r"\s*(?:\\times\s*$|\\%)", words[m.end() :])
-        ):
+        value, unit, after = float(m[0].replace(",", "")), _unit(m[0]), words[m.end() :]
+        share, times = re.match(r"\s*\\%", after), re.match(r"\s*\\times\s*$", after)
+        is_structure = "." not in m[0] and value <= 10 and not share and not times
+        if is_structure or re.search(r"[\^_]\{?-?$", words[: m.start()]):
             continue
-        unit = 10.0 ** -len(m[0].split(".")[1]) if "." in m[0] and "e" not in m[0].lower() else 0.0
-        if re.match(r"\s*\\%", words[m.end() :]):
+        if share:
             yield Number(value / 100, "share", start + m.start(), m[0] + "%", unit / 100)
         else:
-            kind: Kind = "times" if re.match(r"\s*\\times\s*$", words[m.end() :]) else "plain"
-            yield Number(value, kind, start + m.start(), m[0], unit)
+            yield Number(value, "times" if times else "plain", start + m.start(), m[0], unit)
 
 
 def _word(word: str) -> float:

@@ -44,19 +44,19 @@ def dotted(path: Path) -> str:
     return text
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like ``word``, or None when none comes near."""
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """`` (did you mean b?)`` for the candidate most like ``word``; empty when none comes near."""
     import difflib
 
     found = difflib.get_close_matches(word, list(candidates), n=1)
-    return found[0] if found else None
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def choices(word: str, candidates: Sequence[str], *, most: int = 12) -> str:
     """``a, b, c (did you mean b?)``: what could have been written, the likeliest last."""
-    near = nearest(word, candidates)
-    listed = ", ".join(candidates[:most]) + (f" and {len(candidates) - most} more" if len(candidates) > most else "")
-    return (listed or "nothing yet") + (f" (did you mean {near}?)" if near else "")
+    more = len(candidates) - most
+    listed = ", ".join(candidates[:most]) + (f" and {more} more" if more > 0 else "")
+    return (listed or "nothing yet") + did_you_mean(word, candidates)
 
 
 def shown(value: object) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from content import markdown, numbers
 from content.bindings import Binding, Hole, citations, scan
-from content.markdown import BLANK, Fault, formulas, outside
+from content.markdown import BLANK, Fault, blanked, formulas, outside
 from content.problems import Path, Problem, choices
-from content.schema import LANGUAGES, Card, Claim, Scalar, Text, draws, texts
+from content.schema import LANGUAGES, Card, Claim, Numeric, Scalar, Shape, Text, drawn, texts
 from content.strict_yaml import Document
 
 TO_WRITE = "TODO"  # new_card.py puts it where an author has to write
@@ -62,10 +62,7 @@ def check_card_texts(page: Page, card: Card, defaults: Mapping[str, Mapping[str,
         _check_pieces(page, card, path, text)
         for language in LANGUAGES:
             side = (*path, language)
-            if language == "zh":
-                _check_more_times(page, side, text.zh)
-            else:
-                _check_times_more(page, side, text.en)
+            _check_times_more(page, side, text.get(language), language)
             if role(path) == "statement":
                 _check_statement(page, side, text.get(language), language, card.claims[int(path[1])], defaults)
             elif role(path) in ("prose", "question"):
@@ -150,7 +147,7 @@ def _holes(card: Card, path: Path) -> Collection[str]:
     if path[0] != "quiz" or path[2] != "prompt":
         return ()
     vary = getattr(card.quiz[int(path[1])], "vary", None)
-    return set() if vary is None else {name for draw in draws(vary) for name in draw}
+    return () if vary is None else drawn(vary)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -173,14 +170,12 @@ def _scene(card: Card, defaults: Mapping[str, Mapping[str, Scalar]]) -> Iterator
     if table := card.alternatives.table:
         yield from (*table.params.values(), *next(iter(table.over.values())))
     for item in card.quiz:
-        for draw in draws(item.vary) if item.kind in ("numeric", "shape", "count") else ():
-            yield from draw.values()
+        if isinstance(item, (Numeric, Shape)):
+            yield from drawn(item.vary).values()
 
 
 def _check_numbers(page: Page, path: Path, text: str, language: str, free: set[float], *, question: bool) -> None:
-    structure = numbers.scene(
-        float(d) for f in formulas(text) for d in re.findall(r"(?<![\d.])\d+(?![\d.])", f)
-    )  # the 2 of $2 n d$
+    structure = {float(d) for f in formulas(text) for d in re.findall(r"(?<![\d.])\d+(?![\d.])", f)}  # 2 of $2 n d$
     for n in numbers.numbers(text, language):
         if numbers.cited(text, n.start):
             continue
@@ -206,7 +201,8 @@ def _check_statement(
     """Each number of a statement stands in params, versus or expect; of a ratio the inverse too: 40 times smaller."""
     e = claim.expect
     expected = numbers.scene(v for v in (getattr(e, name) for name in type(e).model_fields) if v is not None)
-    if e.is_ratio or any(n.kind == "times" for n in numbers.numbers(text, language)):
+    found = list(numbers.numbers(text, language, counts=True))
+    if e.is_ratio or any(n.kind == "times" for n in found):
         expected |= {1 / v for v in expected if v}
     own = numbers.scene(
         [
@@ -215,7 +211,7 @@ def _check_statement(
             *(claim.versus or {}).values(),
         ]
     )
-    for n in numbers.numbers(text, language, counts=True):
+    for n in found:
         known = expected if n.kind == "times" else expected | own
         if not n.stands_in(known) and not numbers.cited(text, n.start):
             where = "expect" if n.kind == "times" else "params, versus or expect"
@@ -226,19 +222,11 @@ def _check_statement(
             )
 
 
-def _check_more_times(page: Page, path: Path, text: str) -> None:
-    plain = re.sub(r"\{\{[^{}]*\}\}", lambda m: BLANK * len(m[0]), outside(text, math=True))
-    for m in _MORE_TIMES.finditer(plain):
-        page.error(
-            path,
-            f"{text[m.start() : m.end()]!r} is read as 8 or as 9 times as much; write 是……的 N 倍",
-            offset=m.start(),
-        )
-
-
-def _check_times_more(page: Page, path: Path, text: str) -> None:
-    plain = re.sub(r"\{\{[^{}]*\}\}", lambda m: BLANK * len(m[0]), outside(text, math=True))
-    for m in _TIMES_MORE.finditer(plain):
-        page.warn(
-            path, f"{text[m.start() : m.end()]!r} is read as 8 or as 9 times; write 8 times as much", offset=m.start()
-        )
+def _check_times_more(page: Page, path: Path, text: str, language: str) -> None:
+    pattern, report, instead = {
+        "en": (_TIMES_MORE, page.warn, "8 times as much"),
+        "zh": (_MORE_TIMES, page.error, "是……的 N 倍"),
+    }[language]
+    for m in pattern.finditer(blanked(outside(text), r"\{\{[^{}]*\}\}")):
+        message = f"{text[m.start() : m.end()]!r} is read as 8 or as 9 times as much; write {instead}"
+        report(path, message, offset=m.start())

@@ -28,7 +28,6 @@ from content import expressions
 from content.problems import Path, shown
 
 LANGUAGES = ("en", "zh")
-Language = Literal["en", "zh"]
 
 KEBAB = r"^[a-z0-9]+(-[a-z0-9]+)*$"
 Id = Annotated[str, StringConstraints(pattern=KEBAB)]  # kebab-case: cards, topics, items
@@ -38,7 +37,6 @@ ClaimId = Annotated[
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][A-Za-z0-9]*(_[A-Za-z0-9]+)*$")]  # snake_case: engine's names
 Prose = Annotated[str, StringConstraints(min_length=1, max_length=4000)]
 Flag = Annotated[bool, Strict()]  # `yes` is not true
-Whole = Annotated[int, Strict()]
 
 
 class Model(BaseModel):
@@ -406,6 +404,16 @@ def draws(
     else:
         for values in itertools.islice(itertools.product(*vary.values()), most):
             yield dict(zip(vary, values, strict=True))
+
+
+def drawn(
+    vary: dict[str, tuple[Scalar, ...]] | tuple[dict[str, Scalar], ...],
+) -> dict[str, tuple[Scalar, ...]]:
+    """The names that are drawn, each with all its values."""
+    if isinstance(vary, dict):
+        return vary
+    names = dict.fromkeys(name for preset in vary for name in preset)
+    return {name: tuple(preset[name] for preset in vary if name in preset) for name in names}
 
 
 class Numeric(_Item):

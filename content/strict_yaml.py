@@ -345,13 +345,12 @@ class _Builder:
         columns = [self.column(line + n, value, start, event) for n, start in enumerate(starts)]
         self.prose[path] = _Prose(line, tuple(starts), tuple(columns))
         if event.style == "|" and (found := self.heading(value)) is not None:
-            place = self.prose[path]
-            n = bisect.bisect_right(place.starts, found) - 1
             message = (
                 "a line of prose begins with `# `, which makes it a heading; a comment is indented less than the "
                 "text, or deleted"
             )
-            self.problems.append(Problem(self.file, place.line + n, place.columns[n], dotted(path), message))
+            read_so_far = Document(self.file, None, self.marks, self.prose)
+            self.problems.append(read_so_far.problem(path, message, offset=found))
         return value
 
     def column(self, line: int, value: str, start: int, event: Any) -> int:

@@ -237,6 +237,12 @@ class Plot:
     x_unit: str = "1"
     y_unit: str = "1"
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the table that it draws."""
+        named = (self.x, self.y, self.by, self.facet, self.low, self.high, self.theory)
+        return tuple(column for column in named if column)
+
 
 Table = dict[str, np.ndarray]
 

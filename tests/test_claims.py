@@ -21,8 +21,7 @@ def each_claim(*, that_must_fail: bool = False):
     """All claims with their card. Those about trainings of one experiment go to one worker, which keeps the runs."""
     params = []
     for deck in DECKS:
-        cards = {card.id: card.claims for card in deck.cards.values()}
-        for card, claims in (cards | {f"claims/{name}": claims for name, claims in deck.loose.items()}).items():
+        for card, claims in deck.claims.items():
             for claim in claims:
                 marks = []
                 if claim.experiment in registry.names() and registry.get(claim.experiment).trains:

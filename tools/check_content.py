@@ -1,7 +1,7 @@
 """Check the deck, or another folder of the same shape: ``python tools/check_content.py [FOLDER]``.
 
-Everything that is wrong comes out at once, as ``file:line:column: where: message``, in the order of the files. A
-warning does not fail; any error does (exit 1).
+Everything that is wrong comes out at once, as ``file:line:column: where: message``: the warnings, then the errors, each
+in the order of the files. A warning does not fail; any error does (exit 1).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from content.checks import check_deck
-from content.loader import HOME, ContentError, Problem, load_deck
+from content.loader import HOME, ContentError, Problem, display, load_deck
 from tools.check_engine import check_deck_engine, defaults
 from tools.check_receipts import check_receipts
 from tools.check_strings import check_strings
@@ -28,6 +28,8 @@ def check(folder: Path = HOME, *, code: bool = False) -> list[Problem]:
     except ContentError as error:
         return list(error.problems)
     problems = check_deck(deck, defaults()) + check_deck_engine(deck)
+    if not (deck.paths or deck.broken):
+        problems.append(Problem(display(folder), 1, 1, "", "no card in it; wanted cards/<topic>/<id>.yaml"))
     if (folder / "strings.yaml").exists():  # else the words are the project's, and checked with it
         problems += check_strings(deck)
     if folder.resolve() == HOME:
@@ -48,11 +50,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     problems = check(options.folder, code=options.code)
-    for problem in problems:
+    for problem in sorted(problems, key=lambda p: not p.warning):  # what fails stands where a terminal ends
         print(problem)
     errors = sum(not p.warning for p in problems)
-    print(f"{options.folder}: {errors} errors, {len(problems) - errors} warnings")
+    print(f"{options.folder}: {_counted(errors, 'error')}, {_counted(len(problems) - errors, 'warning')}")
     return 1 if errors else 0
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from content.checks import LEAST_DRAWS, TO_NAME, cited_sources
 from content.loader import HOME, PROJECT, Deck, display
 from content.problems import Path, Problem, choices
 from content.prose import Page
-from content.schema import Card, Claim, FilledTable, Lab, Numeric, Scalar, draws
+from content.schema import Card, Claim, FilledTable, Lab, Numeric, Scalar, drawn, draws
 from engine import registry
 from engine.base import ParamsError
 from engine.registry import Experiment
@@ -29,19 +29,15 @@ def defaults() -> dict[str, dict[str, Scalar]]:
 def check_deck_engine(deck: Deck) -> list[Problem]:
     """Everything in a deck that names something of the engine."""
     problems: list[Problem] = []
-    for card_id, card in deck.cards.items():
-        page = Page(deck.documents[card_id])
-        for n, claim in enumerate(card.claims):
-            _claim(page, ("claims", n), claim)
-        _labs(page, card)
-        _quiz(page, card)
-        if card.alternatives.table:
-            _table(page, ("alternatives", "table"), card.alternatives.table)
-        problems += page.problems
-    for name, claims in deck.loose.items():
-        page = Page(deck.documents[f"claims/{name}"])
+    for owner, claims in deck.claims.items():
+        page = Page(deck.documents[owner])
         for n, claim in enumerate(claims):
             _claim(page, ("claims", n), claim)
+        if card := deck.cards.get(owner):
+            _labs(page, card)
+            _quiz(page, card)
+            if card.alternatives.table:
+                _table(page, ("alternatives", "table"), card.alternatives.table)
         problems += page.problems
     if deck.folder.resolve() == HOME:
         problems += _unclaimed(deck)
@@ -64,7 +60,7 @@ def _params(page: Page, path: Path, experiment: Experiment, *layers: Mapping[str
         experiment.Params.from_mapping(merged)
     except ParamsError as error:
         for problem in error.problems:
-            page.error((*path, problem.name), str(problem))
+            page.error((*path, problem.name), str(problem).removeprefix(f"{problem.name}: "))
         return False
     return True
 
@@ -124,11 +120,11 @@ def _labs(page: Page, card: Card) -> None:
         labs[lab.id] = lab, experiment
         _params(page, (*path, "params"), experiment, lab.params)
         fields = list(experiment.Params.specs())
-        named = [((*path, "controls", i), c) for i, c in enumerate(lab.controls)]
-        for place, name in named:
+        for i, name in enumerate(lab.controls):
             if name not in fields and name != TO_NAME:
                 page.error(
-                    place, f"got {name!r}; {experiment.name} has the parameters {choices(name, fields, most=40)}"
+                    (*path, "controls", i),
+                    f"got {name!r}; {experiment.name} has the parameters {choices(name, fields, most=40)}",
                 )
         for i, metric in enumerate(lab.figures):
             _metric(page, (*path, "figures", i), experiment, metric)
@@ -148,11 +144,11 @@ def _quiz(page: Page, card: Card) -> None:
             continue
         experiment = registry.get(claim.experiment)
         fields = list(experiment.Params.specs())
-        names = {name for draw in draws(item.vary, most=200) for name in draw}
+        names = set(drawn(item.vary))
         for name in sorted(names - set(fields)):
             page.error(path, f"got {name!r}; {experiment.name} has the parameters {choices(name, fields, most=40)}")
         if names <= set(fields):
-            valid = len(set(itertools.islice(_valid(experiment, claim, item), LEAST_DRAWS)))
+            valid = sum(1 for _ in itertools.islice(_valid(experiment, claim, item), LEAST_DRAWS))
             if valid < LEAST_DRAWS:
                 page.error(path, f"{experiment.name} accepts {valid} different draws of these; at least {LEAST_DRAWS}")
 
@@ -191,9 +187,7 @@ def _unclaimed(deck: Deck) -> Iterator[Problem]:
     """Every experiment is behind a claim, once there are cards."""
     if not deck.cards:
         return
-    claimed = {c.experiment for card in deck.cards.values() for c in card.claims} | {
-        c.experiment for claims in deck.loose.values() for c in claims
-    }
+    claimed = {c.experiment for claims in deck.claims.values() for c in claims}
     for name in registry.names():
         if name not in claimed:
             message = (

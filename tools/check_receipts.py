@@ -19,15 +19,12 @@ CHANGED = {"claim": "the claim changed", "code": "the code of its experiment cha
 def check_receipts(deck: Deck, folder: Path = receipts.FOLDER) -> list[Problem]:
     """Problems at the claims and labs that they are about, and at receipts whose card is gone."""
     problems: list[Problem] = []
-    cards: dict[str, tuple[tuple[Claim, ...], tuple[Lab, ...]]] = {
-        card.id: (card.claims, card.labs) for card in deck.cards.values()
-    }
-    cards |= {f"claims/{name}": (claims, ()) for name, claims in deck.loose.items()}
-    for card, (claims, labs) in cards.items():
+    for card, claims in deck.claims.items():
+        labs = deck.cards[card].labs if card in deck.cards else ()
         try:
             found = receipts.load(card, folder)
         except receipts.ReceiptsError as error:
-            problems.append(_at_file(folder, card, str(error)))
+            problems.append(_at_file(folder, card, str(error).split(": ", 1)[1]))  # the place names the file already
             continue
         document = deck.documents[card]
         for n, claim in enumerate(claims):
@@ -42,7 +39,7 @@ def check_receipts(deck: Deck, folder: Path = receipts.FOLDER) -> list[Problem]:
     broken = {broken.path.stem for broken in deck.broken}
     for path in sorted(folder.rglob("*.json")):
         card = path.relative_to(folder).with_suffix("").as_posix()
-        if card not in cards and path.stem not in broken:
+        if card not in deck.claims and path.stem not in broken:
             problems.append(_at_file(folder, card, "receipts of a card that the deck does not have; delete the file"))
     return problems
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path as File
 
 from content.loader import PROJECT, Deck, display
-from content.problems import Path, Problem, choices
+from content.problems import Path, Problem, choices, did_you_mean
 from content.prose import Page
 from content.schema import LANGUAGES, Strings, Text
 from engine import registry
@@ -59,8 +59,7 @@ def _names(page: Page, strings: Strings) -> Iterator[Problem]:
             elif isinstance(spec, NumberSpec):
                 wanted["units"].append((spec.unit, e.path, "unit"))
         for plot in e.plots:
-            columns = (plot.x, plot.y, plot.by, plot.facet, plot.low, plot.high, plot.theory)
-            wanted["names"] += [(c, e.path, "column") for c in columns if c]
+            wanted["names"] += [(column, e.path, "column") for column in plot.columns]
             wanted["units"] += [(plot.x_unit, e.path, "unit"), (plot.y_unit, e.path, "unit")]
     wanted["rules"] = [(rule, path, "rule") for path in modules for rule in _rules(path)]
     for section, uses in wanted.items():
@@ -80,8 +79,7 @@ def _names(page: Page, strings: Strings) -> Iterator[Problem]:
             if name not in used:
                 page.error(
                     (section, name),
-                    "nothing of the engine is called so; delete it, or did you mean "
-                    f"{choices(name, sorted(used - constants), most=0)}",
+                    "nothing of the engine is called so; delete it" + did_you_mean(name, sorted(used - constants)),
                 )
     for e in experiments:
         if e.name in strings.experiments:
@@ -155,8 +153,7 @@ def _interface(page: Page, strings: Strings) -> Iterator[Problem]:
                     line,
                     column,
                     "t",
-                    f"got {match[2]!r}; add it to ui in strings.yaml, which has "
-                    f"{choices(match[2], list(strings.ui), most=0)}",
+                    f"got {match[2]!r}; add it to ui in strings.yaml" + did_you_mean(match[2], strings.ui),
                 )
     for key in strings.ui:
         if key not in used:

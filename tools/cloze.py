@@ -46,7 +46,7 @@ def fillings(item: Cloze) -> list[tuple[tuple[int, int] | None, str]]:
     cases: list[tuple[tuple[int, int] | None, list[str]]] = [(None, right)]
     for h, options in enumerate(item.holes):
         cases += [((h, n), [*right[:h], o.text.en, *right[h + 1 :]]) for n, o in enumerate(options) if not o.right]
-    return [(case, f"{item.setup}\n{filled(item, texts)}\n{item.check}\n") for case, texts in cases]
+    return [(case, filled(item, texts)) for case, texts in cases]
 
 
 def outcomes(sources: Sequence[str], *, limit_s: float = TIME_LIMIT_S) -> list[str | None]:
@@ -74,7 +74,8 @@ def outcomes(sources: Sequence[str], *, limit_s: float = TIME_LIMIT_S) -> list[s
         if not os.path.exists(got):
             raise RuntimeError(f"the process ended with {done.returncode}: {done.stderr.strip()[-200:]}")
         with open(got, encoding="utf-8") as stream:
-            return json.load(stream)  # type: ignore[no-any-return]
+            ended: list[str | None] = json.load(stream)
+        return ended
 
 
 def _item(deck: Deck, card_id: str, n: int, item: Cloze) -> Iterator[Problem]:

@@ -9,14 +9,15 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from content.loader import PROJECT
 from content.schema import json_schema
 
-TARGET = Path(__file__).parent.parent / "schema" / "card.schema.json"
+TARGET = PROJECT / "schema" / "card.schema.json"
 
 
 def exported() -> str:
     """The file's text as it should be."""
-    return json.dumps(json_schema(), indent=1, ensure_ascii=False, sort_keys=False) + "\n"
+    return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":

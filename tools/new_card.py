@@ -13,7 +13,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from content.checks import LEAST, TO_LINK, TO_NAME
-from content.loader import HOME, ContentError, Deck, display, load_deck
+from content.loader import HOME, Deck, display, load_deck
 from content.problems import choices
 from content.prose import TO_WRITE
 
@@ -161,13 +161,15 @@ def main(arguments: list[str] | None = None) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as stream:
             stream.write(text)
-    except FileExistsError:
-        print(f"{display(path)} is there already; it is left as it is", file=sys.stderr)
-        return 1
-    except (ValueError, ContentError) as error:
+    except ValueError as error:  # a ContentError among them
         print(error, file=sys.stderr)
         return 1
-    print(f"{display(path)} is begun; `python tools/check_content.py` lists what is still to be written")
+    except OSError as error:
+        there = isinstance(error, FileExistsError) and path.is_file()
+        said = "is there already; it is left as it is" if there else f"can't be written: {error.strerror}"
+        print(f"{display(path)} {said}", file=sys.stderr)
+        return 1
+    print(f"{display(path)} is begun; tools/check_content.py lists what is still to be written")
     return 0
 
 

@@ -28,16 +28,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # runs as a script from anywhere
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from claims import receipts  # noqa: E402
-from claims.verify import Unfinished, Verdict, interval, under_fails_when, verify  # noqa: E402
-from content.bindings import format_number  # noqa: E402
-from content.loader import ContentError, Deck, load_deck  # noqa: E402
-from content.schema import Card, Claim  # noqa: E402
-from engine import devices, registry, runner  # noqa: E402
-from engine.base import ParamsError, nearest  # noqa: E402
+from claims import receipts
+from claims.verify import Unfinished, Verdict, interval, under_fails_when, verify
+from content.bindings import format_number
+from content.loader import HOME, ContentError, Deck, load_deck
+from content.problems import did_you_mean
+from content.schema import Card, Claim
+from engine import devices, registry, runner
+from engine.base import ParamsError
 
 CPU_SECONDS = 0.1  # that a run of a claim may take; training aside
 DEAREST = 10
@@ -47,7 +48,7 @@ FORESEEN = (ParamsError, LookupError, ValueError, Unfinished, runner.TooLarge, r
 
 @dataclass(frozen=True)
 class Task:
-    """One claim to verify, as data for a worker. ``own_seeds``: those on which it must fail under its fails_when."""
+    """One claim to verify, as data for a worker. ``check_fails``: also that it fails under its fails_when."""
 
     card: str
     claim: Claim
@@ -76,12 +77,20 @@ class Outcome:
 # Measuring
 
 
+def trains(claim: Claim) -> bool:
+    """Whether its experiment trains; one that is unknown does not."""
+    try:
+        return registry.get(claim.experiment).trains
+    except registry.UnknownExperiment:
+        return False
+
+
 def measure(task: Task, on_progress: Callable[[float], None] | None = None) -> Outcome:
     """Verify one claim; an error that an author can cause becomes part of the outcome."""
     try:
-        trains = registry.get(task.claim.experiment).trains
         # claims about one training share it
-        verified = functools.partial(verify, card=task.card, device=task.device, dtype=task.dtype, cached=trains)
+        shared = trains(task.claim)
+        verified = functools.partial(verify, card=task.card, device=task.device, dtype=task.dtype, cached=shared)
         started = time.thread_time()
         verdict = verified(task.claim, seeds=task.seeds, on_progress=on_progress)
         cpu_seconds = (time.thread_time() - started) / len(verdict.seeds)
@@ -104,11 +113,7 @@ def groups(tasks: Sequence[Task]) -> list[list[Task]]:
     """Claims that train by card and experiment, all others by themselves."""
     found: dict[object, list[Task]] = {}
     for task in tasks:
-        try:
-            trains = registry.get(task.claim.experiment).trains
-        except LookupError:
-            trains = False
-        key = (task.card, task.claim.experiment) if trains else (task.card, task.claim.id)
+        key = (task.card, task.claim.experiment) if trains(task.claim) else (task.card, task.claim.id)
         found.setdefault(key, []).append(task)
     return list(found.values())
 
@@ -231,8 +236,8 @@ def dearest(outcomes: Sequence[Outcome]) -> list[str]:
     known = [outcome for outcome in outcomes if outcome.verdict is not None]
     lines = ["", f"Dearest claims, CPU-seconds a run (at most {CPU_SECONDS}, training aside):"]
     for outcome in sorted(known, key=lambda outcome: -outcome.cpu_seconds)[:DEAREST]:
-        trains = registry.get(outcome.task.claim.experiment).trains
-        note = "  trains" if trains else "  warning: too dear" if outcome.cpu_seconds > CPU_SECONDS else ""
+        dear = "  warning: too dear" if outcome.cpu_seconds > CPU_SECONDS else ""
+        note = "  trains" if trains(outcome.task.claim) else dear
         lines.append(f"  {outcome.cpu_seconds:.3f}  {outcome.task.card} {outcome.task.claim.id}{note}")
     return lines
 
@@ -241,16 +246,24 @@ def dearest(outcomes: Sequence[Outcome]) -> list[str]:
 # Receipts
 
 
-def renew(card_id: str, card: Card | None, outcomes: Sequence[Outcome], *, whole: bool, folder: Path) -> str:
-    """Write the receipts of one card; what came of it, in words.
+class NotWritten(Exception):
+    """Receipts that must not be written as asked; the message says why and what to do."""
 
-    A renewal of some claims joins the others only when it was made on the machine of the file.
+
+def renew(card_id: str, card: Card | None, outcomes: Sequence[Outcome], *, whole: bool, folder: Path) -> str:
+    """Write the receipts of one card; what came of it, in words. A whole card replaces a file that can't be read.
+
+    Raises: NotWritten for some claims of a file that can't be read or is from another machine.
     """
-    earlier, machine = receipts.load(card_id, folder), receipts.this_machine()
+    machine = receipts.this_machine()
+    try:
+        earlier = receipts.load(card_id, folder)
+    except receipts.ReceiptsError as error:
+        if not whole:
+            raise NotWritten(f"{error}, for the whole card") from None
+        earlier = receipts.CardReceipts()
     if not whole and earlier.claims and earlier.machine != machine:
-        return (
-            f"{card_id}: not written, its receipts are from another machine ({earlier.machine}); renew the whole card"
-        )
+        raise NotWritten(f"its receipts are from another machine ({earlier.machine}); renew the whole card")
     today = datetime.date.today().isoformat()
     made = {
         outcome.task.claim.id: receipts.receipt(
@@ -290,7 +303,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--write", action="store_true", help="renew the receipts (on the CPU in float32 only)")
     made.add_argument("--json", action="store_true", help="print one list of objects; everything else goes to stderr")
     made.add_argument("--jobs", metavar="N", type=_positive, default=1, help="worker processes (default: 1)")
-    made.add_argument("--deck", metavar="FOLDER", type=Path, default=ROOT / "content", help="another deck")
+    made.add_argument("--deck", metavar="FOLDER", type=Path, default=HOME, help="another deck")
     made.add_argument(
         "--receipts", metavar="FOLDER", type=Path, default=receipts.FOLDER, help="where receipts are kept"
     )
@@ -304,18 +317,12 @@ def _positive(text: str) -> int:
     return value
 
 
-def claims_of(deck: Deck) -> dict[str, tuple[Claim, ...]]:
-    """All claims: of cards by their id, and of experiments without a card by ``claims/<experiment>``."""
-    found = {card.id: card.claims for card in deck.cards.values()}
-    return found | {f"claims/{experiment}": claims for experiment, claims in deck.loose.items()}
-
-
 def select(deck: Deck, options: argparse.Namespace) -> list[Task]:
     """What to verify.
 
     Raises: LookupError for a name that the deck lacks.
     """
-    everything = claims_of(deck)
+    everything = deck.claims
     _know(options.card, list(everything), "card")
     _know(options.claim, [claim.id for claims in everything.values() for claim in claims], "claim")
     tasks = []
@@ -327,14 +334,15 @@ def select(deck: Deck, options: argparse.Namespace) -> list[Task]:
                     asked = set(range(options.seeds))
                     seeds = tuple(sorted(asked | set(seeds) if options.write else asked))  # a receipt shows its own
                 tasks.append(Task(card, claim, seeds, options.device, options.dtype, options.check_fails))
+    if not tasks and (options.card or options.claim):
+        raise LookupError(f"none of the claims {', '.join(options.claim)} is of {', '.join(options.card)}")
     return tasks
 
 
 def _know(asked: Sequence[str], known: list[str], what: str) -> None:
     for name in asked:
         if name not in known:
-            near = nearest(name, known)
-            raise LookupError(f"got {what} {name!r}; the deck has none{f' (did you mean {near}?)' if near else ''}")
+            raise LookupError(f"got {what} {name!r}; the deck has none{did_you_mean(name, known)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -345,6 +353,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say = sys.stderr if options.json else sys.stdout
     try:
         deck = load_deck(options.deck)
+        for broken in deck.broken:
+            print(*broken.problems, sep="\n", file=sys.stderr)
         devices.get(options.device)
         tasks = select(deck, options)
     except ContentError as error:
@@ -352,12 +362,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except LookupError as error:
         command.error(str(error))
-    for broken in deck.broken:
-        print(*broken.problems, sep="\n", file=sys.stderr)
 
     progress = Progress(len(tasks), sys.stderr)
     outcomes: list[Outcome] = []
     written: list[str] = []
+    unwritten = False
     try:
         for outcome in measured(tasks, options.jobs, progress):
             outcomes.append(outcome)
@@ -368,9 +377,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for card in dict.fromkeys(task.card for task in tasks):
                 progress.show(f"receipts of {card}")
                 of_card = [outcome for outcome in outcomes if outcome.task.card == card]
-                note = renew(card, deck.cards.get(card), of_card, whole=not options.claim, folder=options.receipts)
+                try:
+                    note = renew(card, deck.cards.get(card), of_card, whole=not options.claim, folder=options.receipts)
+                    written.append(card)
+                except (*FORESEEN, NotWritten, OSError) as error:
+                    note = f"{card}: not written, {error}"
+                    unwritten = True
                 progress.clear()
-                written.append(note)
                 print(note, file=say, flush=True)
     except KeyboardInterrupt:
         progress.clear()
@@ -383,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if outcomes:
         print(*dearest(outcomes), sep="\n", file=say)
     print(f"{len(outcomes) - bad} of {len(tasks)} claims hold", file=say)
-    return 1 if bad or deck.broken else 0
+    return 1 if bad or unwritten or deck.broken else 0
 
 
 if __name__ == "__main__":

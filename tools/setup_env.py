@@ -180,9 +180,8 @@ def decide(venv: Path, build: str, needs: dict[str, str]) -> tuple[str, str]:
     if ours and build not in ("cpu", stamp.get("build")):
         return "remake", "a GPU answers that torch was not installed for"
     if any(stamp.get(part) != value for part, value in needs.items()):
-        return "fill", "the requirements changed" if "app" in stamp and stamp["app"] != needs[
-            "app"
-        ] else "more is needed"
+        changed = stamp.get("app", needs["app"]) != needs["app"]
+        return "fill", "the requirements changed" if changed else "more is needed"
     return "nothing", ""
 
 
@@ -297,7 +296,7 @@ def set_up(venv: Path, tests: bool) -> None:
         say(f"this takes a few minutes and {BUILDS[build].needs_gb:g} GB the first time")
         create(venv, build)
     before = read_stamp(venv) or {"ours": False, "build": build}
-    if action == "fill" and before["ours"]:
+    if action == "fill" and before.get("ours"):
         build = before.get("build", build)  # a GPU that is silent for once does not change what was installed
     stamp = {**before, "build": build, "state": "installing"}
     write_stamp(venv, stamp)

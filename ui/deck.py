@@ -88,7 +88,7 @@ def card_receipts(card: str) -> CardReceipts:
     """
     try:
         return receipts.load(card)
-    except (receipts.ReceiptsError, OSError) as error:
+    except receipts.ReceiptsError as error:
         log.error("receipts of %s: %s", card, error)
         return CardReceipts()
 

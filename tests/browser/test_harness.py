@@ -54,9 +54,8 @@ def test_console_errors_are_seen(tiny, open_reader):
     visit = open_reader(tiny)
     visit.goto()
     visit.page.evaluate("() => console.error('from a test')")
-    visit.page.evaluate("() => setTimeout(() => { throw new Error('thrown') }, 0)")
-    visit.page.wait_for_function("() => true")
-    visit.page.wait_for_timeout(1)
+    with visit.page.expect_event("pageerror"):
+        visit.page.evaluate("() => setTimeout(() => { throw new Error('thrown') }, 0)")
     assert any("from a test" in p for p in visit.problems())
     assert any("page error" in p and "thrown" in p for p in visit.problems())
 

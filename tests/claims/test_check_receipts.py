@@ -98,9 +98,11 @@ def test_receipts_that_belong_to_nothing_are_errors(deck, folder):
 
 def test_a_broken_file_of_receipts_is_an_error(folder):
     (folder / "spread-of-qk.json").write_text("{")
-    ((_, message, warning),) = said(DECK, folder)
-    assert "spread-of-qk.json" in message
-    assert not warning
+    (problem,) = check_receipts(load_deck(DECK), folder)
+    assert problem.file.endswith("spread-of-qk.json")
+    assert problem.message.startswith("can't be read")
+    assert "spread-of-qk.json" not in problem.message  # it stands before the message already
+    assert not problem.warning
 
 
 def test_receipts_of_a_card_that_can_not_be_read_are_left_alone(deck, folder):

@@ -324,11 +324,37 @@ def test_writing_one_claim_leaves_the_others_but_not_those_of_another_machine(ca
     assert set(after.labs) == set(before.labs)
     elsewhere = receipts.CardReceipts(Machine("Another", "2.13.0", "3.12.1"), before.claims, before.labs)
     receipts.write("spread-of-qk", elsewhere, tmp_path)
-    out = write(capsys, tmp_path, "--claim", "formula-at-64", deck=deck)
+    status, out, err = run(capsys, "--write", "--receipts", tmp_path, "--claim", "formula-at-64", deck=deck)
+    assert (status, err) == (1, "")
     assert "not written, its receipts are from another machine (Another" in out
     assert receipts.load("spread-of-qk", tmp_path).machine == elsewhere.machine
     write(capsys, tmp_path, deck=deck)
     assert receipts.load("spread-of-qk", tmp_path).machine == receipts.this_machine()
+
+
+def test_a_file_that_can_not_be_read_is_replaced_by_a_whole_card_and_left_by_one_claim(capsys, tmp_path):
+    (tmp_path / "spread-of-qk.json").write_text("{")
+    arguments = ("--write", "--receipts", tmp_path, "--card", "spread-of-qk")
+    status, out, err = run(capsys, *arguments, "--claim", "formula-at-64")
+    assert (status, err) == (1, "")
+    assert "spread-of-qk: not written, spread-of-qk.json: can't be read" in out
+    assert (tmp_path / "spread-of-qk.json").read_text() == "{"
+    status, out, err = run(capsys, *arguments)
+    assert (status, err) == (0, "")
+    assert receipts.load("spread-of-qk", tmp_path).claims
+
+
+def test_a_folder_that_can_not_be_written_is_told(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, out, err = run(capsys, "--write", "--receipts", tmp_path / "file" / "nope", "--card", "spread-of-qk")
+    assert (status, err) == (1, "")
+    assert "spread-of-qk: not written" in out
+
+
+def test_a_claim_of_another_card_is_refused(capsys):
+    status, _, err = run(capsys, "--card", "claims/qk_variance", "--claim", "formula-at-64")
+    assert status == 2
+    assert "none of the claims formula-at-64 is of claims/qk_variance" in err
 
 
 def test_receipts_of_claims_that_are_gone_go(capsys, tmp_path, deck):

@@ -172,3 +172,9 @@ def test_bytes_say_the_value(size):
 def test_what_is_no_number_has_a_word(value):
     assert format_number(value, ".1f", "en") in ("undefined", "∞", "-∞")
     assert format_number(value, "bytes", "zh") in ("无定义", "∞", "-∞")
+
+
+def test_a_whole_number_has_no_decimals_to_ask_for():
+    with pytest.raises(BindingError):
+        parse("{{a-claim:.1d}}")
+    assert parse("{{a-claim:,d}}")[0].write(4096, "en") == "4,096"

@@ -113,7 +113,6 @@ def test_spans_and_what_is_outside_of_them():
         ("fence", "```\ne\n```"),
     ]
     assert outside("a `b` $c$") == f"a {BLANK * 3} {BLANK * 3}"
-    assert outside("a `b` $c$", math=False) == f"a {BLANK * 3} $c$"
 
 
 def test_formulas_are_compared_without_spaces_and_words():

@@ -117,3 +117,11 @@ def test_the_scene_is_in_values_and_in_names_of_formats():
 def test_a_citation_covers_its_own_sentence():
     text = "It is 40 there [@x2017]. Here it is 50. 三成 [@y2018]。四成。"
     assert [cited(text, text.index(n)) for n in ("40", "50", "三成", "四成")] == [True, False, True, False]
+
+
+def test_a_number_with_an_exponent_stands_in_only_what_its_digits_say():
+    (number,) = numbers("below 1.5e-3", "en")
+    assert number.stands_in({1.5e-3})
+    assert number.stands_in({1.46e-3})  # written to two digits
+    assert not number.stands_in({1.2e-3})
+    assert not number.stands_in({0.02})

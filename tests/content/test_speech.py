@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from content.checks import spoken_seconds
 from content.schema import KeyPoint
-from content.speech import heard, makes, says, spoken_units
+from content.speech import heard, makes, says, spoken_seconds, spoken_units
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,11 @@ def test_a_clean_folder_exits_0(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("0 errors, 0 warnings\n")
 
 
-def test_a_folder_without_cards_passes(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 0
+def test_a_folder_without_cards_is_an_error(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "no card in it; wanted cards/<topic>/<id>.yaml" in out
+    assert out.endswith(": 1 error, 0 warnings\n")
 
 
 def test_a_warning_exits_0(tmp_path, capsys):
@@ -152,7 +155,7 @@ ENGINE = {
     "parameter unknown": (
         [("params: {d_k: 512, scale: inv_sqrt_d_k}", "params: {d_kk: 512, scale: inv_sqrt_d_k}")],
         "params: {d_kk",
-        "claims[1].params.d_kk: d_kk: got 'd_kk', wanted one of d_k",
+        "claims[1].params.d_kk: got 'd_kk', wanted one of d_k",
     ),
     "parameter out of bounds": (
         [("params: {d_k: 512, scale: inv_sqrt_d_k}", "params: {d_k: 5120, scale: inv_sqrt_d_k}")],
@@ -167,7 +170,7 @@ ENGINE = {
     "choice unknown": (
         [("params: {d_k: 512, scale: inv_sqrt_d_k}", "params: {d_k: 512, scale: inv_sqrt}")],
         "params: {d_k: 512, scale: inv_sqrt}",
-        "claims[1].params.scale: scale: got 'inv_sqrt', wanted one of",
+        "claims[1].params.scale: got 'inv_sqrt', wanted one of",
     ),
     "two parameters at once": (
         [("params: {d_k: 512, scale: inv_sqrt_d_k}", "params: {d_k: 0, scale: inv_sqrt}")],

@@ -7,8 +7,14 @@ queries). So the items are bounded here, and small ones are put together.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from engine.base import Problem
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_KEY_NUMBERS = 2**21  # of one item: 12 ms to draw on one core
 MAX_LOGITS = 2**20  # of one item: some 0.1 s where rows are sorted and several scale rules compared
@@ -35,3 +41,8 @@ def chunks(batch: int, items: int) -> Iterator[tuple[int, int]]:
     """Start and number of items of each chunk."""
     for start in range(0, batch, items):
         yield start, min(items, batch - start)
+
+
+def per_row(x: torch.Tensor) -> np.ndarray:
+    """One number a row to keep, float64 on the CPU: a copy, as a view would keep the chunk it was cut from."""
+    return np.array(x.flatten().cpu().double().numpy())

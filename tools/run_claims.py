@@ -122,7 +122,7 @@ def warm_up() -> None:
     """Have torch imported and its first multiplication and backward pass done, so that no claim is charged for them."""
     import torch
 
-    runner.use_one_thread()
+    runner.settle_process()
     x = torch.ones(4, 4, requires_grad=True)
     (x @ x).softmax(-1).sum().backward()
 

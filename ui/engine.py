@@ -43,9 +43,7 @@ class WarmUp:
 
     def _work(self) -> None:
         try:
-            import torch
-
-            torch.set_num_threads(1)  # two threads on two shared cores are several times slower
+            runner.settle_process()  # imports torch
             devices.available()
             # what was made so far lives as long as the process: the collector need not look at it again
             gc.collect()

@@ -12,16 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.attention import entropy_nats, qk_product, softmax
 from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, choice, number
-from engine.chunks import chunks, items_per_chunk, oversize
-
-if TYPE_CHECKING:
-    import torch
+from engine.chunks import chunks, items_per_chunk, oversize, per_row
 
 RULES = ("inv_sqrt_d_k", "inv_d_k", "base_over_d", "log_n")
 
@@ -83,18 +79,18 @@ def run(params: Params, run: Run) -> Result:
         qk = torch.cat([(q * target).sum(dim=-1, keepdim=True), qk_product(q, others)], dim=-1)
         logits = qk * scale
         weights = softmax(logits)
-        found["target_logit"].append(_rows(logits[..., 0]))
-        found["target_weight"].append(_rows(weights[..., 0]))
-        found["entropy"].append(_rows(entropy_nats(weights)))
-        found["squares"].append(_rows(logits[..., 1:].float().square().mean(dim=-1)))
+        found["target_logit"].append(per_row(logits[..., 0]))
+        found["target_weight"].append(per_row(weights[..., 0]))
+        found["entropy"].append(per_row(entropy_nats(weights)))
+        found["squares"].append(per_row(logits[..., 1:].float().square().mean(dim=-1)))
 
         # the same draws at every alignment: only the target's logit changes, the others' sum of exponentials stays
         q_squared, q_noise = (q * q).sum(dim=-1), (q * noise).sum(dim=-1)
         for rule in RULES:
             c = _scale(rule, params)
-            log_sum_others = _rows((qk[..., 1:] * c).logsumexp(dim=-1))
+            log_sum_others = per_row((qk[..., 1:] * c).logsumexp(dim=-1))
             target_logits = c * (
-                np.outer(ALIGNMENTS, _rows(q_squared)) + np.outer(np.sqrt(1 - ALIGNMENTS**2), _rows(q_noise))
+                np.outer(ALIGNMENTS, per_row(q_squared)) + np.outer(np.sqrt(1 - ALIGNMENTS**2), per_row(q_noise))
             )
             curves[rule].append((1 / (1 + np.exp(log_sum_others - target_logits))).sum(axis=1))
     rows = {name: np.concatenate(parts) for name, parts in found.items()}
@@ -129,9 +125,3 @@ def _scale(rule: str, params: Params) -> float:
         "base_over_d": 8 / params.d_k,
         "log_n": math.log(params.kv_len) / math.sqrt(params.d_k),
     }[rule]
-
-
-def _rows(x: torch.Tensor) -> np.ndarray:
-    """One number a row, as float64 on the CPU."""
-    values: np.ndarray = x.flatten().cpu().double().numpy()
-    return values

@@ -36,7 +36,7 @@ from engine.attention import (
     unit_norm,
 )
 from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, Table, choice, number
-from engine.chunks import chunks, items_per_chunk, oversize
+from engine.chunks import chunks, items_per_chunk, oversize, per_row
 
 if TYPE_CHECKING:
     import torch
@@ -131,16 +131,16 @@ def run(params: Params, run: Run) -> Result:
             # of a saturated row all is tiny, and its squares would underflow: its largest entry is taken out first
             largest = grad_logits.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(q.dtype).smallest_normal)
             grad_qk_q = _product_gradient(grad_logits / largest, q, k, rule)
-            rows[rule]["grad_logits"].append(_rows(row_norm(grad_logits)))
-            rows[rule]["grad_q_unscaled"].append(_rows(grad_qk_q.norm(dim=-1)) * _rows(largest))
+            rows[rule]["grad_logits"].append(per_row(row_norm(grad_logits)))
+            rows[rule]["grad_q_unscaled"].append(per_row(grad_qk_q.norm(dim=-1)) * per_row(largest))
             rows[rule]["grad_q"].append(scale * rows[rule]["grad_q_unscaled"][-1])
-            rows[rule]["jacobian"].append(_rows(jacobian_norm(weights)))
+            rows[rule]["jacobian"].append(per_row(jacobian_norm(weights)))
             if rule == params.scale:
                 grad_q = grad_qk_q * (scale * largest)
                 grad_k = _product_gradient(grad_logits.transpose(-1, -2), k, q, rule) * scale
                 grad_v = weights.transpose(-1, -2) @ grad_context
-                grad_k_norms.append(_rows(row_norm(grad_k)))
-                grad_v_norms.append(_rows(row_norm(grad_v)))
+                grad_k_norms.append(per_row(row_norm(grad_k)))
+                grad_v_norms.append(per_row(row_norm(grad_v)))
                 grad_W_q += _matrix_gradient(x_q, grad_q)
                 grad_W_k += _matrix_gradient(x_k, grad_k)
                 grad_W_v += _matrix_gradient(x_v, grad_v)
@@ -203,12 +203,6 @@ def _product_gradient(grad_logits: torch.Tensor, q: torch.Tensor, k: torch.Tenso
 def _matrix_gradient(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Gradient to W of x W, summed over all rows. Shapes: (n, len, d_model), (n, len, width) to (d_model, width)."""
     return x.flatten(0, 1).T @ grad.flatten(0, 1)
-
-
-def _rows(x: torch.Tensor) -> np.ndarray:
-    """One number a row, as float64 on the CPU."""
-    values: np.ndarray = x.flatten().cpu().double().numpy()
-    return values
 
 
 def _top_decile_share(norms: np.ndarray) -> float:

@@ -80,7 +80,7 @@ def run(params: Params, run: Run) -> Result:
     import torch
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=run.generator).double()
+        return torch.randn(*shape, generator=run.generator).cpu().double()
 
     x, target = normal(params.seq_len, params.d_model), normal(params.seq_len, D_V)
     fold = torch.tensor([1.0, params.d_k**-0.5], dtype=torch.float64)[:, None, None]

@@ -70,7 +70,7 @@ TOP_RANKS = 64
 
 def memory_bytes(params: Params) -> int:
     """One item of the batch, q, k and logits with their temporaries, and the rows behind the tables, in float64."""
-    item = 2 * Q_LEN * params.d_k + 8 * params.kv_len * params.d_k + 12 * Q_LEN * params.kv_len
+    item = 6 * TABLE_ROWS * params.d_k + 8 * params.kv_len * params.d_k + 12 * Q_LEN * params.kv_len
     return 8 * (item + 3 * TABLE_ROWS * params.kv_len)
 
 

@@ -79,7 +79,7 @@ def run(params: Params, run: Run) -> Result:
         q, k = _draw(params, run, min(rows, params.n_pairs - start))
         chunks.append((q * k).sum(dim=-1) * scale)  # (rows,)
         run.progress(start / params.n_pairs)
-    logits = torch.cat(chunks).double()
+    logits = torch.cat(chunks).cpu().double()
 
     theory_mean, theory_std = (scale * value for value in _theory(params))
     metrics = {
@@ -90,7 +90,7 @@ def run(params: Params, run: Run) -> Result:
         "theory_mean": theory_mean,
         "theory_std": theory_std,
     }
-    return Result(metrics, {"histogram": _histogram(logits.cpu().numpy(), theory_mean, theory_std)})
+    return Result(metrics, {"histogram": _histogram(logits.numpy(), theory_mean, theory_std)})
 
 
 def _rows_per_chunk(params: Params) -> int:

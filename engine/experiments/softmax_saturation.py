@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,10 +27,7 @@ from engine.attention import (
     softmax,
 )
 from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, Table, choice, number
-from engine.chunks import chunks, items_per_chunk, oversize
-
-if TYPE_CHECKING:
-    import torch
+from engine.chunks import chunks, items_per_chunk, oversize, per_row
 
 
 @dataclass(frozen=True)
@@ -104,13 +100,13 @@ def run(params: Params, run: Run) -> Result:
             else:
                 logits = qk * scale_value(rule, params.d_k, factor=params.factor, tau=params.tau)
             weights = softmax(logits)
-            norms[rule].append(_rows(jacobian_norm(weights)))
+            norms[rule].append(per_row(jacobian_norm(weights)))
             # numpy sorts twenty times faster than torch does on a CPU, and elsewhere the copy is small
             by_rank[rule] += np.sort(weights.float().cpu().numpy(), axis=-1).sum(axis=(0, 1), dtype=np.float64)[::-1]
             if rule == params.scale:
-                entropies.append(_rows(entropy_nats(weights)))
-                maxima.append(_rows(weights.amax(dim=-1)))
-                lengths.append(_rows(row_norm(logits)))
+                entropies.append(per_row(entropy_nats(weights)))
+                maxima.append(per_row(weights.amax(dim=-1)))
+                lengths.append(per_row(row_norm(logits)))
 
     entropy, weight_max, norm = np.concatenate(entropies), np.concatenate(maxima), np.concatenate(norms[params.scale])
     metrics = {
@@ -137,12 +133,6 @@ def run(params: Params, run: Run) -> Result:
 def _item(params: Params) -> tuple[int, int]:
     """Random numbers and logits of one item of the batch."""
     return (params.q_len + params.kv_len) * params.d_k, params.q_len * params.kv_len
-
-
-def _rows(x: torch.Tensor) -> np.ndarray:
-    """One number a row, as float64 on the CPU."""
-    values: np.ndarray = x.flatten().cpu().double().numpy()
-    return values
 
 
 def _weight_by_rank(mean_weights: dict[str, np.ndarray]) -> Table:

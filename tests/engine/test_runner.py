@@ -6,9 +6,12 @@ import gc
 import logging
 import multiprocessing
 import pickle
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +21,8 @@ from engine import devices, registry, runner
 from engine.base import BaseParams, Metric, ParamsError, Result, Stopped, choice, flag, number
 from engine.runner import Jobs, OutOfMemory, ResultCache, RunSpec, Sweep, TooLarge, map_runs, run, sweep
 from tests.harness import run as run_bare
+
+ROOT = Path(runner.__file__).parents[1]
 
 SMALL = {"d_k": 16, "n_pairs": 256}
 PATIENCE_S = 30  # how long a test waits for a thread that should answer at once
@@ -81,11 +86,30 @@ def test_a_run_leaves_torchs_own_generator_alone():
 
 
 def test_runs_use_one_torch_thread_in_every_thread():
-    runner.use_one_thread.cache_clear()
+    runner.settle_process.cache_clear()
     torch.set_num_threads(2)
     run("qk_variance", SMALL)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert pool.submit(torch.get_num_threads).result() == 1
+
+
+def test_what_a_large_run_held_goes_back_to_the_system():
+    # 64 chunks of 4 MB arrays; without the allocator's settings the process keeps ten times the estimate
+    code = (
+        "import ctypes, os\n"
+        "from engine import registry, runner\n"
+        "def resident(): return int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
+        "large = dict(d_k=1, kv_len=2048, q_len=512, batch=64)\n"
+        "runner.run('aligned_keys', {})\n"
+        "before = resident()\n"
+        "runner.run('aligned_keys', large)\n"
+        "aligned = registry.get('aligned_keys')\n"
+        "print(resident() - before, aligned.memory_bytes(aligned.Params(**large)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kept, estimate = map(int, done.stdout.split())
+    assert kept < estimate
 
 
 def test_bad_requests_say_what_is_wrong():

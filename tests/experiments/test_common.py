@@ -300,6 +300,50 @@ def test_a_bound_is_refused_or_runs_within_limits(name, field_name, value):
                 assert column.dtype.kind != "f" or np.isfinite(column).all()
 
 
+def corners(name: str, wanted: int = 6) -> list[dict[str, object]]:
+    """Parameters with every field at an end of its range, drawn until that many are accepted by the rules."""
+    experiment, draw = registry.get(name), np.random.default_rng(7)
+    ends: dict[str, list[object]] = {}
+    for field_name, value in bounds(name):
+        ends.setdefault(field_name, []).append(value)
+    found = []
+    for _ in range(2000):
+        values = {field_name: choices[draw.integers(len(choices))] for field_name, choices in ends.items()}
+        with contextlib.suppress(ParamsError):
+            experiment.Params(**values)
+            if values not in found:
+                found.append(values)
+        if len(found) == wanted:
+            break
+    return found
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not registry.get(n).trains])
+def test_the_estimate_holds_where_several_bounds_meet(name):
+    experiment = registry.get(name)
+    met = corners(name)
+    assert met
+    for number, values in enumerate(met):
+        params = experiment.Params(**values)
+        dtype, factor = (("float32", 1), ("float64", 2))[number % 2]  # the runner doubles the estimate for float64
+        watch = Watch()
+        with contextlib.suppress(Stopped):
+            experiment.run(params, make_run(3, dtype=dtype, on_progress=watch.report, check_stop=watch.check_stop))
+        watch.report(1.0, None)
+        assert watch.longest < CHUNK_S, values
+        if watch.last - watch.start < 1:
+            needed = peak_bytes(lambda p=params, d=dtype: experiment.run(p, make_run(3, dtype=d)))
+            assert needed <= factor * experiment.memory_bytes(params) + 2**19, (values, dtype)
+
+
+def test_numbers_become_float64_on_the_cpu():
+    # Apple's GPUs and some of Intel's have no float64
+    for path in sorted((ROOT / "engine").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "double":
+                assert ast.unparse(node.func.value).endswith(".cpu()"), f"{path.name}:{node.lineno}"
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Words
 

@@ -1,5 +1,7 @@
 """A slider is moved: how long until the new chart is painted, against a trivial page with the same charts and data.
 
+Beside the trivial page stands a bare panel: the same chart among the app's controls, drawn by plain Streamlit calls.
+
 Moves alternate between the pages within one run, so that whatever else the machine does falls on all alike. Each
 position of the app's slider is visited once a server, so no result comes from a cache.
 """
@@ -152,6 +154,7 @@ def rows() -> Iterator[Row]:
     pages = {
         "app": ("app.py", f"/cards?{QUERY}", ()),
         "trivial": ("bench/apps/trivial.py", "/", ()),
+        "bare panel": ("bench/apps/panel.py", "/", ()),
         "untuned": ("bench/apps/untuned.py", "/", ("--runner.postScriptGC", "true")),
     }
     paints: dict[str, list[float]] = {name: [] for name in pages}
@@ -177,7 +180,7 @@ def rows() -> Iterator[Row]:
         middle, high = median_and_p95(paints[name])
         note = f"p95 {high:.0f}, n {len(paints[name])}, {os.cpu_count()} cores"
         yield Row("slider to repaint", f"{name}, median", middle, "ms", note)
-    for name, aim in (("app", AIM), ("untuned", None)):
+    for name, aim in (("app", AIM), ("bare panel", None), ("untuned", None)):
         middle, high = median_and_p95(paints[name])
         yield Row("slider to repaint", f"{name} ÷ trivial", middle / floor, "×", f"p95 {high / floor_p95:.2f}", aim)
     for name in pages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping
@@ -69,19 +70,13 @@ def _purpose(setup: Setup) -> str:
 
 def _panel(setup: Setup, polled: bool) -> None:
     experiment = registry.get(setup.experiment)
-    # What the controls hold is known before they are drawn. Computing first sends the whole panel to the browser in one
-    # go, which then draws it once and not in three steps.
-    spec, refused = _asked_for(setup, experiment)
+    spec, refused = _get_ready(setup)
     predicting = bool(state.value_of(_predict_key(setup)))
-    if spec is not None:
-        setup.on_params(spec.params)
-        _collect(setup)
-        if experiment.trains:
-            if setup.slot not in state.reader().shown:
-                _show_reference(setup, spec)
-        elif not predicting:
-            _bring_up_to_date(setup, spec)
-    widgets.params_controls(experiment, setup.controls, setup.params, setup.slot)
+    # A moved control computes before this fragment runs, and so before its first message is sent: the browser then gets
+    # the whole panel in one go and draws it once, not in three steps.
+    widgets.params_controls(
+        experiment, setup.controls, setup.params, setup.slot, on_change=functools.partial(_get_ready, setup)
+    )
     if spec is None:
         st.error(refused, icon=":material/block:")
     elif predicting:
@@ -94,6 +89,21 @@ def _panel(setup: Setup, polled: bool) -> None:
         frame.link("lab", t("more_parameters"), icon=":material/open_in_full:", experiment=setup.experiment, **moved)
     if (engine.active_job(_purpose(setup)) is not None) != polled:
         st.rerun()  # the page decides how often this fragment is polled, and its text holds the new numbers
+
+
+def _get_ready(setup: Setup) -> tuple[RunSpec | None, str]:
+    """Have on show, or on its way, what the controls ask for: the run, or None and why the experiment refuses it."""
+    experiment = registry.get(setup.experiment)
+    spec, refused = _asked_for(setup, experiment)
+    if spec is not None:
+        setup.on_params(spec.params)
+        _collect(setup)
+        if experiment.trains:
+            if setup.slot not in state.reader().shown:
+                _show_reference(setup, spec)
+        elif not state.value_of(_predict_key(setup)):
+            _bring_up_to_date(setup, spec)
+    return spec, refused
 
 
 def _asked_for(setup: Setup, experiment: Experiment) -> tuple[RunSpec | None, str]:

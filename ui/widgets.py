@@ -43,7 +43,14 @@ def held(names: Iterable[str], start: Mapping[str, Any], slot: str) -> dict[str,
     return {**start, **{name: value for name, value in moved.items() if value is not None}}
 
 
-def params_controls(experiment: Experiment, names: Iterable[str], start: Mapping[str, Any], slot: str) -> None:
+def params_controls(
+    experiment: Experiment,
+    names: Iterable[str],
+    start: Mapping[str, Any],
+    slot: str,
+    *,
+    on_change: Callable[[], object] | None = None,
+) -> None:
     """Draw controls: sizes first, in two columns, then the rules, as one thinks. What they hold says :func:`held`."""
     specs = experiment.Params.specs()
     shown = [n for n in names if n in specs]
@@ -51,16 +58,17 @@ def params_controls(experiment: Experiment, names: Iterable[str], start: Mapping
     for row in range(0, len(sizes), 2):
         for column, field in zip(st.columns(2), sizes[row : row + 2], strict=False):
             with column:
-                _number(slot, field, specs[field], start[field])
+                _number(slot, field, specs[field], start[field], on_change)
     for field in shown:
         spec = specs[field]
         if isinstance(spec, ChoiceSpec):
-            _choice(slot, field, spec, start[field])
+            _choice(slot, field, spec, start[field], on_change)
         elif isinstance(spec, FlagSpec):
-            st.toggle(text.name(field), start[field], key=state.control_key(slot, field), help=text.help_of(field))
+            key, help_text = state.control_key(slot, field), text.help_of(field)
+            st.toggle(text.name(field), start[field], key=key, help=help_text, on_change=on_change)
 
 
-def _number(slot: str, field: str, spec: NumberSpec, start: float) -> None:
+def _number(slot: str, field: str, spec: NumberSpec, start: float, on_change: Callable[[], object] | None) -> None:
     # each control is told its default: a value put into the session state alone is lost when the first script run is
     # cut short before the browser has drawn it, and the control then stands at its minimum
     key, whole = state.control_key(slot, field), isinstance(start, int)
@@ -68,15 +76,26 @@ def _number(slot: str, field: str, spec: NumberSpec, start: float) -> None:
     if spec.log2:
         options = _powers_of_two(spec, whole, {start, state.value_of(key)})
         style = "{:,}" if whole else "{:g}"
-        st.select_slider(label, options, start, key=key, help=help_text, format_func=style.format)
+        st.select_slider(label, options, start, key=key, help=help_text, format_func=style.format, on_change=on_change)
     elif whole:
         step = int(spec.step or 1)
-        st.slider(label, int(spec.low), int(spec.high), int(start), key=key, step=step, help=help_text)
+        st.slider(
+            label, int(spec.low), int(spec.high), int(start), key=key, step=step, help=help_text, on_change=on_change
+        )
     elif spec.step:
         low, high, step = float(spec.low), float(spec.high), float(spec.step)
-        st.slider(label, low, high, float(start), key=key, step=step, help=help_text)
+        st.slider(label, low, high, float(start), key=key, step=step, help=help_text, on_change=on_change)
     else:
-        st.number_input(label, float(spec.low), float(spec.high), float(start), key=key, format="%g", help=help_text)
+        st.number_input(
+            label,
+            float(spec.low),
+            float(spec.high),
+            float(start),
+            key=key,
+            format="%g",
+            help=help_text,
+            on_change=on_change,
+        )
 
 
 def _powers_of_two(spec: NumberSpec, whole: bool, also: set[Any]) -> list[Any]:
@@ -85,7 +104,7 @@ def _powers_of_two(spec: NumberSpec, whole: bool, also: set[Any]) -> list[Any]:
     return sorted(powers | {v for v in also if v is not None})
 
 
-def _choice(slot: str, field: str, spec: ChoiceSpec, start: str) -> None:
+def _choice(slot: str, field: str, spec: ChoiceSpec, start: str, on_change: Callable[[], object] | None) -> None:
     key, label, help_text = state.control_key(slot, field), text.name(field), text.help_of(field)
     if len(spec.values) <= MOST_SEGMENTS:
         st.segmented_control(

@@ -4,7 +4,7 @@ An experiment is one module in ``engine/experiments``; its file name is its iden
 these public names:
 
 =================  ====================================================================================================
-``Params``         frozen dataclass derived from :class:`BaseParams`, fields declared with number/choice/flag
+``Params``         frozen dataclass derived from :class:`BaseParams`, fields declared with number/choice/flag/text
 ``METRICS``        tuple of :class:`Metric`
 ``PLOTS``          tuple of :class:`Plot`
 ``BUDGET_S``       seconds that the default parameters may take on one CPU core
@@ -58,7 +58,14 @@ class FlagSpec:
     """An on/off parameter."""
 
 
-Spec = NumberSpec | ChoiceSpec | FlagSpec
+@dataclass(frozen=True)
+class TextSpec:
+    """What a reader may type: up to ``most`` characters."""
+
+    most: int
+
+
+Spec = NumberSpec | ChoiceSpec | FlagSpec | TextSpec
 
 
 def number(
@@ -78,11 +85,16 @@ def flag(default: bool) -> Any:
     return field(default=default, metadata={"spec": FlagSpec()})
 
 
+def text(default: str, *, most: int) -> Any:
+    """Declare a text of 1 to ``most`` characters."""
+    return field(default=default, metadata={"spec": TextSpec(most)})
+
+
 @dataclass(frozen=True)
 class Problem:
     """One refused parameter, as data, so that the interface can say it in the reader's language.
 
-    ``kind`` is "range", "whole", "finite", "choice", "flag", "unknown" or "rule"; for "rule" ``rule`` names a
+    ``kind`` is "range", "whole", "finite", "choice", "flag", "text", "unknown" or "rule"; for "rule" ``rule`` names a
     sentence in strings.yaml and ``values`` fills it.
     """
 
@@ -107,6 +119,8 @@ class Problem:
             wanted = f"one of {', '.join(self.allowed)}" + (f" (did you mean {near}?)" if near else "")
         elif self.kind == "flag":
             wanted = "true or false"
+        elif self.kind == "text":
+            wanted = f"a text of 1 to {self.high:g} characters"
         else:
             wanted = f"{self.rule} {dict(self.values)}"
         return f"{self.name}: got {self.got!r}, wanted {wanted}"
@@ -188,6 +202,12 @@ def _check(name: str, value: object, spec: Spec, default: object) -> Problem | N
         return None if value in spec.values else Problem("choice", name, value, allowed=spec.values)
     if isinstance(spec, FlagSpec):
         return None if isinstance(value, bool) else Problem("flag", name, value)
+    if isinstance(spec, TextSpec):
+        return (
+            None
+            if isinstance(value, str) and 1 <= len(value) <= spec.most
+            else Problem("text", name, value, 1, spec.most)
+        )
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return Problem("finite", name, value)
     if isinstance(value, float) and not math.isfinite(value):  # a whole number is finite, even too large for a float
@@ -216,7 +236,7 @@ class Plot:
     """What to draw from one table of a Result, as data; ``ui/charts.py`` makes the chart.
 
     ``table``   key of ``Result.tables``; every other name is a column of it
-    ``mark``    "line", "point", "bar", "area" or "heat"
+    ``mark``    "line", "point", "bar", "area" or "heat": a cell for each x and y, coloured by ``value``
     ``by``      column that splits the rows into series; ``facet`` column that splits them into small multiples
     ``low``, ``high``   columns of a band around y
     ``theory``  column with the law to compare with, drawn as a dashed line
@@ -232,6 +252,7 @@ class Plot:
     low: str | None = None
     high: str | None = None
     theory: str | None = None
+    value: str | None = None
     x_scale: Literal["linear", "log2", "log10"] = "linear"
     y_scale: Literal["linear", "log2", "log10"] = "linear"
     x_unit: str = "1"
@@ -240,7 +261,7 @@ class Plot:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the table that it draws."""
-        named = (self.x, self.y, self.by, self.facet, self.low, self.high, self.theory)
+        named = (self.x, self.y, self.by, self.facet, self.low, self.high, self.theory, self.value)
         return tuple(column for column in named if column)
 
 

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import streamlit as st
@@ -19,11 +19,12 @@ from engine import registry, runner
 from engine.base import ParamsError, Result
 from engine.registry import Experiment
 from engine.runner import Handle, RunSpec
-from ui import charts, engine, frame, jobbar, state, text, widgets
+from ui import charts, engine, frame, jobbar, runs, state, takehome, text, widgets
 from ui.boundary import fragment
 from ui.state import Prediction, Shown
 from ui.text import t
 
+PLACE = "bench"  # key of the container that holds a panel
 SEEDS = 5  # runs behind the ± of a figure
 DEFAULT_BUDGET_S, MOST_BUDGET_S = 10, 120
 FIGURES = 3
@@ -46,7 +47,7 @@ class Setup:
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
-    on_params: Callable[[Mapping[str, Any]], None] = field(default=lambda params: None)  # keeps the link up to date
+    of_lab: bool = False  # the Lab page's: the link holds its run, which can be pinned, brought back and taken home
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,13 @@ class Measured:
 def panel(setup: Setup) -> None:
     """Draw the panel as a fragment of its own: a moved slider redraws it and nothing else."""
     state.reader().drawn_jobs.add(_purpose(setup))
-    running = engine.active_job(_purpose(setup)) is not None
+    state.reader().drawn_jobs.add(runs.purpose(setup.slot))
+    running = _is_running(setup)
     fragment(_panel, run_every=jobbar.POLL_S if running else None)(setup, running)
+
+
+def _is_running(setup: Setup) -> bool:
+    return any(engine.active_job(p) is not None for p in (_purpose(setup), runs.purpose(setup.slot)))
 
 
 def _purpose(setup: Setup) -> str:
@@ -87,7 +93,7 @@ def _panel(setup: Setup, polled: bool) -> None:
         defaults = experiment.Params.defaults()
         moved = {name: str(value) for name, value in spec.params.items() if value != defaults[name]}
         frame.link("lab", t("more_parameters"), icon=":material/open_in_full:", experiment=setup.experiment, **moved)
-    if (engine.active_job(_purpose(setup)) is not None) != polled:
+    if _is_running(setup) != polled:
         st.rerun()  # the page decides how often this fragment is polled, and its text holds the new numbers
 
 
@@ -96,7 +102,9 @@ def _get_ready(setup: Setup) -> tuple[RunSpec | None, str]:
     experiment = registry.get(setup.experiment)
     spec, refused = _asked_for(setup, experiment)
     if spec is not None:
-        setup.on_params(spec.params)
+        if setup.of_lab:
+            state.set_link(experiment=setup.experiment, **runs.link_of(spec))
+            runs.bring_up_to_date(setup.slot)
         _collect(setup)
         if experiment.trains:
             if setup.slot not in state.reader().shown:
@@ -155,11 +163,17 @@ def _bring_up_to_date(setup: Setup, spec: RunSpec) -> None:
         reader.messages[setup.slot] = text.error(error)
         return
     if result is not None:
-        reader.shown[setup.slot] = Shown(spec, result, "here")
+        _show(setup, Shown(spec, result, "here"))
         return
 
     _run(setup, spec)
     _collect(setup)
+
+
+def _show(setup: Setup, shown: Shown) -> None:
+    state.reader().shown[setup.slot] = shown
+    if setup.of_lab:
+        runs.remember(setup.slot, shown)
 
 
 def _run(setup: Setup, spec: RunSpec, deadline_s: float | None = None) -> None:
@@ -191,7 +205,7 @@ def _collect(setup: Setup) -> None:
         brought = Measured(Shown(_wanted(setup), brought, "here"), ())
     if brought is not None:
         brought.shown.seconds = job.seconds
-        reader.shown[setup.slot] = brought.shown
+        _show(setup, brought.shown)
         reader.verdicts.update({verdict.claim: verdict for verdict in brought.verdicts})
     if job.state == "done":
         reader.messages.pop(setup.slot, None)
@@ -249,8 +263,10 @@ def _draw(setup: Setup, experiment: Experiment, spec: RunSpec) -> None:
             t("nothing_run"), icon=":material/play_arrow:"
         )
     else:
-        _chart(setup, experiment, result)
+        _chart(setup, experiment, result, shown)
         _figures(setup, experiment, result, shown)
+        if setup.of_lab and shown is not None:
+            runs.draw_pins(experiment, setup.slot, (shown.spec, result))
     _prediction_outcome(setup)
     message = reader.messages.get(setup.slot)
     if message:
@@ -262,9 +278,27 @@ def _draw(setup: Setup, experiment: Experiment, spec: RunSpec) -> None:
         _caption(setup, shown)
     if result is not None:
         _details(setup, experiment, result)
+        if setup.of_lab and shown is not None and job is None:
+            _keep_and_take(setup, experiment, shown)
 
 
-def _chart(setup: Setup, experiment: Experiment, result: Result) -> None:
+def _keep_and_take(setup: Setup, experiment: Experiment, shown: Shown) -> None:
+    """Of the Lab page: pin the run on show, take it home, go back to an earlier one."""
+    with st.container(horizontal=True):
+        st.button(
+            t("pin"),
+            key=f"{setup.slot}-pin",
+            icon=":material/keep:",
+            help=t("pin_help", most=runs.MOST_PINS),
+            disabled=runs.full(setup.slot) or any(spec == shown.spec for spec, _ in runs.pins(setup.slot)),
+            on_click=runs.pin,
+            args=(setup.slot, shown.spec, shown.result),
+        )
+        takehome.draw(experiment, shown.spec, shown.result.tables, place=PLACE)
+    runs.history(experiment, setup.slot)
+
+
+def _chart(setup: Setup, experiment: Experiment, result: Result, shown: Shown | None) -> None:
     words = text.experiment(experiment.name)
     plots = [p for p in experiment.plots if p.table in result.tables and len(result.tables[p.table][p.x])]
     if not plots:
@@ -293,7 +327,17 @@ def _chart(setup: Setup, experiment: Experiment, result: Result) -> None:
     else:
         st.caption(text.say(words.plots[plot.name]))
     described = t("chart_of", name=text.say(words.plots[plot.name]))
-    charts.draw(plot, result.tables[plot.table], key=f"{setup.slot}-{plot.name}", description=described)
+    key, table = f"{setup.slot}-{plot.name}", result.tables[plot.table]
+    pinned = (
+        [(s, r) for s, r in runs.pins(setup.slot) if r is not None and plot.table in r.tables] if setup.of_lab else []
+    )
+    if pinned and shown is not None and plot.mark != "heat":
+        specs = [shown.spec, *(s for s, _ in pinned)]
+        laid = [(f"{t('on_show')} · {runs.label(shown.spec, specs)}", table)]
+        laid += [(runs.label(s, specs), r.tables[plot.table]) for s, r in pinned]
+        plot, table = runs.overlay(plot, laid)
+        key += f"-{len(laid)}"
+    charts.draw(plot, table, key=key, description=described)
 
 
 def summary(experiment: Experiment, result: Result) -> str:

@@ -307,7 +307,7 @@ def _lab(card: Card) -> None:
     ids = [lab.id for lab in card.labs]
     key = f"lab-{card.id}"
     titles = {lab.id: say(text.experiment(lab.experiment).title) for lab in card.labs}
-    with st.container(border=True, key="bench"):
+    with st.container(border=True, key=bench.PLACE):
         start = state.link_value("lab", ids) or ids[0]
         chosen = widgets.listed(t("lab"), ids, key, titles.__getitem__, start=start) or ids[0]
         state.set_link(lab=chosen if chosen != ids[0] else None)

@@ -31,6 +31,7 @@ class _Words:
     y: str
     by: str
     theory: str
+    value: str
     series: tuple[str, ...]
     facets: tuple[str, ...]
     x_is_text: bool
@@ -57,6 +58,8 @@ def as_frame(plot: Plot, table: Table) -> pd.DataFrame:
 
 def _labelled(plot: Plot, table: Table) -> pd.DataFrame:
     columns: dict[str, Any] = {name: _small(column) for name, column in table.items()}
+    if plot.mark == "heat":  # its cells are named by what the reader typed
+        return pd.DataFrame(columns)
     for name in (plot.by, plot.facet, plot.x):
         if name and table[name].dtype.kind not in "iuf":
             ids = table[name].tolist()
@@ -72,6 +75,7 @@ def _prepare(plot: Plot, table: Table) -> tuple[pd.DataFrame, _Words]:
         y=text.with_unit(plot.y, plot.y_unit),
         by=text.name(plot.by, plain=True) if plot.by else "",
         theory=text.name(plot.theory, plain=True) if plot.theory else "",
+        value=text.name(plot.value, plain=True) if plot.value else "",
         series=_in_order(frame[plot.by]) if plot.by else (),
         facets=_in_order(frame[plot.facet]) if plot.facet else (),
         x_is_text=frame[plot.x].dtype.kind not in "iuf",
@@ -108,13 +112,15 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
     tooltip = [alt.Tooltip(plot.x, type="nominal" if words.x_is_text else "quantitative", title=words.x)]
     tooltip.append(alt.Tooltip(plot.y, type="quantitative", title=words.y, format=".4~g"))
     base = alt.Chart(source)
+    if plot.mark == "heat":
+        return _bare(_heat(base, plot, words))
     series: dict[str, Any] = {}
     if plot.by:
         legend = alt.Legend(
             orient="top",
             title=None,
             columns=_legend_columns(words.series),
-            labelLimit=240,
+            labelLimit=240 if _legend_columns(words.series) > 1 else 400,
             symbolType="circle" if plot.mark == "point" else "stroke",
             symbolSize=260,
             symbolStrokeWidth=3,
@@ -130,6 +136,8 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
                 scale=alt.Scale(domain=list(words.series), range=dashes),
                 legend=legend,
             )
+        if plot.mark == "bar":  # beside each other: a stack would add up what does not add up
+            series["xOffset"] = alt.XOffset(plot.by, type="nominal", sort=list(words.series))
         tooltip.insert(0, alt.Tooltip(plot.by, type="nominal", title=words.by))
 
     layers = []
@@ -149,10 +157,34 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
         )
     else:
         chart = chart.properties(height=HEIGHT)
-    made = chart.to_dict()
+    return _bare(chart)
+
+
+def _bare(chart: Any) -> dict[str, Any]:
+    """The spec alone: theme and rows come from Streamlit."""
+    made: dict[str, Any] = chart.to_dict()
     for part in ("$schema", "config", "data", "datasets"):
         made.pop(part, None)
     return made
+
+
+def _heat(base: Any, plot: Plot, words: _Words) -> Any:
+    """A cell for each x and y, the first y on top. A name is "place character"; its axis shows the character."""
+    import altair as alt
+
+    last = "slice(datum.label, -1)"
+    axis = {"labelExpr": last, "labelAngle": 0, "labelOverlap": True, "ticks": False} if words.x_is_text else {}
+    x = alt.X(plot.x, type="ordinal", sort=None, title=words.x, axis=alt.Axis(**axis))
+    y = alt.Y(plot.y, type="ordinal", sort=None, title=words.y, axis=alt.Axis(**axis))
+    colour = alt.Color(
+        plot.value, type="quantitative", title=words.value, legend=alt.Legend(orient="top", gradientLength=200)
+    )
+    named = ((plot.y, words.y, ""), (plot.x, words.x, ""), (plot.value, words.value, ".3~g"))
+    tooltip = [
+        alt.Tooltip(c, type="quantitative" if f else "nominal", title=w, **({"format": f} if f else {}))
+        for c, w, f in named
+    ]
+    return base.mark_rect().encode(x=x, y=y, color=colour, tooltip=tooltip).properties(height=HEIGHT + 60)
 
 
 def _legend_columns(series: tuple[str, ...]) -> int:

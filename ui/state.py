@@ -16,7 +16,7 @@ import streamlit as st
 from claims.verify import Verdict
 from content.schema import LANGUAGES
 from engine.base import Result
-from engine.runner import Job
+from engine.runner import Job, RunSpec
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Prediction:
 class Shown:
     """What a lab panel shows now: kept, so that the chart stays while a new run goes on."""
 
-    spec: Any  # RunSpec
+    spec: RunSpec
     result: Result
     where: str  # "reference" or "here"
     seconds: float | None = None
@@ -54,6 +54,8 @@ class Reader:
     drawn_jobs: set[str] = field(default_factory=set)  # purposes whose progress the page itself draws
     seen: float = field(default_factory=time.monotonic)  # when a script run of this visit last asked for its jobs
     shown: dict[str, Shown] = field(default_factory=dict)
+    history: dict[str, list[Shown]] = field(default_factory=dict)  # runs of a lab, the newest first, without tables
+    pins: dict[str, list[tuple[RunSpec, Result | None]]] = field(default_factory=dict)  # by slot
     messages: dict[str, str] = field(default_factory=dict)  # what happened to the last run, by slot
     revealed: set[str] = field(default_factory=set)  # answers that were asked for
     refuted: set[str] = field(default_factory=set)  # mistakes whose counter-example was run
@@ -78,6 +80,17 @@ def link_value(name: str, allowed: Any = None) -> str | None:
 def link_values() -> dict[str, str]:
     """The whole link."""
     return dict(st.query_params)
+
+
+def link_list(name: str) -> list[str]:
+    """All values of one name in the link."""
+    return list(st.query_params.get_all(name))
+
+
+def set_link_list(name: str, values: list[str]) -> None:
+    """Have one name in the link as often as there are values."""
+    if values != st.query_params.get_all(name):
+        st.query_params[name] = values
 
 
 def set_link(**values: str | None) -> None:

@@ -96,6 +96,8 @@ def problem(p: Problem) -> str:
         return t("problem_range", name=label, got=p.got, low=f"{p.low:g}", high=f"{p.high:g}")
     if p.kind in ("choice", "unknown"):
         return t("problem_choice", name=label, got=p.got, allowed=", ".join(p.allowed))
+    if p.kind == "text":
+        return t("problem_text", name=label, high=f"{p.high:g}")
     return t(f"problem_{p.kind}", name=label, got=p.got)  # t("problem_whole") t("problem_finite") t("problem_flag")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import streamlit as st
 
-from engine.base import ChoiceSpec, FlagSpec, NumberSpec
+from engine.base import ChoiceSpec, FlagSpec, NumberSpec, TextSpec
 from engine.registry import Experiment
 from ui import state, text
 
@@ -16,9 +17,18 @@ MOST_SEGMENTS = 6  # more choices than this go into a list
 
 
 def listed(
-    label: str, options: Sequence[str], key: str, words: Callable[[str], str], *, start: str | None, **look: Any
+    label: str,
+    options: Sequence[str],
+    key: str,
+    words: Callable[[str], str],
+    *,
+    start: str | None,
+    then: Callable[[], object] | None = None,
+    **look: Any,
 ) -> str | None:
     """A list to choose from; what is chosen stands under ``key``. ``start`` None: nothing is chosen at first.
+
+    ``then`` is called when something else was chosen.
 
     Streamlit goes on showing the words of the old language under an unchanged key, so the widget's own key has it.
     """
@@ -31,6 +41,8 @@ def listed(
 
     def keep() -> None:
         state.set_value(key, state.value_of(spoken))
+        if then:
+            then()
 
     place = None if chosen is None else list(options).index(chosen)
     st.selectbox(label, options, place, key=spoken, format_func=words, on_change=keep, **look)
@@ -63,9 +75,20 @@ def params_controls(
         spec = specs[field]
         if isinstance(spec, ChoiceSpec):
             _choice(slot, field, spec, start[field], on_change)
-        elif isinstance(spec, FlagSpec):
-            key, help_text = state.control_key(slot, field), text.help_of(field)
-            st.toggle(text.name(field), start[field], key=key, help=help_text, on_change=on_change)
+        elif isinstance(spec, FlagSpec | TextSpec):
+            key, label, help_text = state.control_key(slot, field), text.name(field), text.help_of(field)
+            if isinstance(spec, FlagSpec):
+                st.toggle(label, start[field], key=key, help=help_text, on_change=on_change)
+            else:
+                st.text_area(
+                    label,
+                    start[field],
+                    max_chars=spec.most,
+                    height="content",
+                    key=key,
+                    help=help_text,
+                    on_change=on_change,
+                )
 
 
 def _number(slot: str, field: str, spec: NumberSpec, start: float, on_change: Callable[[], object] | None) -> None:
@@ -108,10 +131,18 @@ def _choice(slot: str, field: str, spec: ChoiceSpec, start: str, on_change: Call
     key, label, help_text = state.control_key(slot, field), text.name(field), text.help_of(field)
     if len(spec.values) <= MOST_SEGMENTS:
         st.segmented_control(
-            label, spec.values, default=start, key=key, format_func=text.choice, help=help_text, required=True
+            label,
+            spec.values,
+            default=start,
+            key=key,
+            format_func=text.choice,
+            help=help_text,
+            required=True,
+            on_change=on_change,
         )
     else:
-        listed(label, spec.values, key, lambda v: text.choice(v, plain=True), start=start, help=help_text)
+        words = functools.partial(text.choice, plain=True)
+        listed(label, spec.values, key, words, start=start, then=on_change, help=help_text)
 
 
 def sweep_values(spec: NumberSpec, whole: bool, most: int = 9) -> list[Any]:

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from content.schema import LANGUAGES, Strings
 from engine import registry
-from engine.base import ChoiceSpec, FlagSpec, NumberSpec, ParamsError, Result, Stopped, make_run
+from engine.base import ChoiceSpec, FlagSpec, NumberSpec, ParamsError, Result, Stopped, TextSpec, make_run
 from engine.registry import Experiment
 
 ROOT = Path(registry.__file__).parents[1]
@@ -98,7 +98,7 @@ def test_declarations_need_no_torch():
 @every_experiment
 def test_parameters_do_not_take_the_names_of_a_run(name):
     # a run's own settings stand beside the parameters in a link and among the controls of the lab
-    assert not {"experiment", "seed", "device", "dtype", "lang"} & set(registry.get(name).Params.specs())
+    assert not {"experiment", "seed", "device", "dtype", "lang", "pin", "sweep", "by", "metric", "seeds"} & set(registry.get(name).Params.specs())
 
 
 @every_experiment
@@ -172,10 +172,11 @@ def test_plots_find_their_columns(name):
     assert {p.table for p in experiment.plots} == set(result.tables)
     for plot in experiment.plots:
         table = result.tables[plot.table]
-        named = [c for c in (plot.x, plot.y, plot.by, plot.facet, plot.low, plot.high, plot.theory) if c]
+        named = [c for c in (plot.x, plot.y, plot.by, plot.facet, plot.low, plot.high, plot.theory, plot.value) if c]
         assert set(named) <= set(table), plot.name
         assert len(table[plot.x]) > 0
-        numbers = [(c, plot.y_scale) for c in (plot.y, plot.low, plot.high, plot.theory) if c]
+        measured = (plot.value,) if plot.mark == "heat" else (plot.y, plot.low, plot.high, plot.theory)
+        numbers = [(c, plot.y_scale) for c in measured if c]
         if table[plot.x].dtype.kind != "U":
             numbers.append((plot.x, plot.x_scale))
         for column, scale in numbers:
@@ -263,6 +264,8 @@ def bounds(name: str) -> Iterator[tuple[str, object]]:
             yield from ((field_name, value) for value in spec.values)
         elif isinstance(spec, FlagSpec):
             yield from ((field_name, value) for value in (False, True))
+        elif isinstance(spec, TextSpec):
+            yield from ((field_name, value) for value in ("x", "ab" * (spec.most // 2)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,178 @@
+r"""A small causal transformer of our own, trained by ``tools/train_language_model.py``, its weights in the repository.
+
+Three layers of four heads, pre-norm, rotary positions, GELU, tied embeddings, one token a character (engine/corpus.py):
+
+    x = E[token];  x += W_o · attention(LN x);  x += W_down · gelu(W_up · LN x);  token logits = E · LN x
+
+What it is good for and what not: engine/trained/README.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine import attention as reference
+from engine.corpus import N_TOKENS
+from engine.positions import rotary_angles, rotate
+
+if TYPE_CHECKING:
+    import torch
+
+N_LAYERS = 3
+N_HEADS = 4
+D_MODEL = 128
+D_K = D_MODEL // N_HEADS
+D_FF = 4 * D_MODEL
+SEQ_LEN = 256  # longest text; rotary positions would go on, but were never trained there
+FILE = Path(__file__).parent / "trained" / "model.npz"
+
+Weights = Mapping[str, "torch.Tensor"]
+Edit = Callable[[int, "torch.Tensor"], "torch.Tensor"]
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Name and shape of every weight; a layer's are ``0.W_q``, ``0.W_k``, ... and a norm's gain is ``0.norm_1``."""
+    layer = {
+        "norm_1": (D_MODEL,),
+        "W_q": (D_MODEL, D_MODEL),
+        "W_k": (D_MODEL, D_MODEL),
+        "W_v": (D_MODEL, D_MODEL),
+        "W_o": (D_MODEL, D_MODEL),
+        "norm_2": (D_MODEL,),
+        "W_up": (D_FF, D_MODEL),
+        "W_down": (D_MODEL, D_FF),
+    }
+    named = {f"{number}.{name}": shape for number in range(N_LAYERS) for name, shape in layer.items()}
+    return {"embedding": (N_TOKENS, D_MODEL)} | named | {"norm": (D_MODEL,)}
+
+
+def draw_weights(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Weights before training: N(0, 0.02²), what writes into the residual stream divided by √(2 n_layers); gains 1."""
+    import torch
+
+    drawn = {}
+    for name, shape in shapes().items():
+        if "norm" in name:
+            drawn[name] = torch.ones(shape)
+        else:
+            std = 0.02 / math.sqrt(2 * N_LAYERS) if name.endswith(("W_o", "W_down")) else 0.02
+            drawn[name] = std * torch.randn(shape, generator=generator)
+    return drawn
+
+
+@functools.cache
+def _from_file() -> dict[str, torch.Tensor]:
+    import numpy as np
+    import torch
+
+    with np.load(FILE, allow_pickle=False) as stored:
+        return {name: torch.from_numpy(stored[name].astype(np.float32)) for name in shapes()}
+
+
+def load_weights(device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The trained weights, stored in 16 bits, as float32 or ``dtype``. Shared: don't write to them."""
+    return {name: weight.to(device, dtype or weight.dtype) for name, weight in _from_file().items()}
+
+
+@dataclass
+class Trace:
+    """What a pass leaves behind, one tensor a layer.
+
+    Shapes: q, k, v, context (batch, n_heads, seq_len, d_k); logits (scaled, before the mask) and weights
+    (batch, n_heads, seq_len, seq_len).
+    """
+
+    q: list[torch.Tensor] = field(default_factory=list)
+    k: list[torch.Tensor] = field(default_factory=list)
+    v: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
+    context: list[torch.Tensor] = field(default_factory=list)
+
+
+def forward(
+    weights: Weights,
+    tokens: torch.Tensor,
+    *,
+    factor: float = 1.0,
+    trace: Trace | None = None,
+    edit_weights: Edit | None = None,
+    edit_context: Edit | None = None,
+) -> torch.Tensor:
+    """Token logits, by the eager reference of engine/attention.py; a trace keeps the steps.
+
+    ``factor`` multiplies the scale 1/√d_k the model was trained with. ``edit_weights`` and ``edit_context`` are given
+    the layer and its attention weights (after the softmax) or context, and return what is used instead.
+
+    Shapes: tokens (batch, seq_len) of int64; returns (batch, seq_len, n_tokens).
+    """
+    import torch
+
+    seq_len = tokens.shape[-1]
+    keep = torch.ones(seq_len, seq_len, dtype=torch.bool, device=tokens.device).tril()
+    scale = factor / math.sqrt(D_K)
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        logits = reference.qk_product(q, k) * scale
+        row = reference.softmax(reference.mask_logits(logits, keep))
+        if edit_weights:
+            row = edit_weights(layer, row)
+        mixed = reference.context(row, v)
+        if edit_context:
+            mixed = edit_context(layer, mixed)
+        if trace:
+            for kept, tensor in zip(
+                (trace.q, trace.k, trace.v, trace.logits, trace.weights, trace.context),
+                (q, k, v, logits, row, mixed),
+                strict=True,
+            ):
+                kept.append(tensor)
+        return mixed
+
+    return _pass(weights, tokens, attend)
+
+
+def forward_fast(weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
+    """The same token logits by PyTorch's fused attention, for training. Shapes: as :func:`forward`."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    return _pass(weights, tokens, lambda _, q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def _pass(
+    weights: Weights,
+    tokens: torch.Tensor,
+    attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    import torch
+    from torch.nn.functional import gelu, layer_norm
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return layer_norm(x, (D_MODEL,), weights[name])
+
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (N_HEADS, D_K)).transpose(-3, -2)  # (batch, n_heads, seq_len, d_k)
+
+    angles = rotary_angles(torch.arange(tokens.shape[-1], device=tokens.device), D_K)
+    x = weights["embedding"][tokens]
+    for layer in range(N_LAYERS):
+        normed = norm(x, f"{layer}.norm_1")
+        q, k, v = (heads(normed @ weights[f"{layer}.{name}"].mT) for name in ("W_q", "W_k", "W_v"))
+        mixed = attend(layer, rotate(q, angles), rotate(k, angles), v)
+        x = x + mixed.transpose(-3, -2).flatten(-2) @ weights[f"{layer}.W_o"].mT
+        x = x + gelu(norm(x, f"{layer}.norm_2") @ weights[f"{layer}.W_up"].mT) @ weights[f"{layer}.W_down"].mT
+    return norm(x, "norm") @ weights["embedding"].mT
+
+
+def token_losses(token_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in nats of each next token. Shapes: (batch, seq_len, n_tokens) and (batch, seq_len) to
+    (batch, seq_len - 1).
+    """
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(token_logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")

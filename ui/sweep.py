@@ -1,0 +1,260 @@
+"""The Lab's sweep: one metric over one or two parameters, with a band over the seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import streamlit as st
+
+from engine import runner
+from engine.base import ChoiceSpec, FlagSpec, NumberSpec, ParamsError, Plot, Table
+from engine.registry import Experiment
+from engine.runner import Handle, RunSpec, Sweep
+from ui import charts, engine, jobbar, state, takehome, text, widgets
+from ui.boundary import fragment
+from ui.text import t
+
+PLACE = "sweep"  # key of its container
+SEEDS, MOST_SEEDS = 5, 50
+MOST_LINES = 5  # values of the second parameter; more lines can't be told apart
+
+
+@dataclass(frozen=True)
+class Swept:
+    """Sweeps over ``over``, one for each value of ``by``; or a single one, under None."""
+
+    over: str
+    by: str | None
+    lines: tuple[tuple[Any, Sweep], ...]
+    settings: str  # what else differs from the defaults, in the reader's words
+    left_out: str  # values of ``by`` that these settings do not allow
+
+    def table(self, metric: str) -> Table:
+        """Columns ``over``, ``by`` where there is one, the metric's mean, low and high."""
+        parts = [sweep.table(metric) for _, sweep in self.lines]
+        table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        table[metric] = table.pop("mean")
+        if self.by:
+            named = [[_word(value)] * len(part[self.over]) for (value, _), part in zip(self.lines, parts, strict=True)]
+            table[self.by] = np.concatenate(named)
+        return table
+
+
+def draw(experiment: Experiment, asked: RunSpec) -> None:
+    """Choose what is swept, run it as a job, draw what is there. ``asked`` holds everything that is not swept."""
+    if experiment.trains:
+        return
+    purpose = f"sweep:{experiment.name}"
+    state.reader().drawn_jobs.add(purpose)
+    st.subheader(t("sweep"), anchor=False)
+    st.caption(t("sweep_help"))
+    running = engine.active_job(purpose) is not None
+    with st.container(key=PLACE):
+        fragment(_panel, run_every=jobbar.POLL_S if running else None)(experiment, asked, purpose, running)
+
+
+def _panel(experiment: Experiment, asked: RunSpec, purpose: str, polled: bool) -> None:
+    specs = experiment.Params.specs()
+    place = f"sweep/{experiment.name}"
+    numbers = [n for n, s in specs.items() if isinstance(s, NumberSpec)]
+    names = experiment.metric_names
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        over = widgets.listed(
+            t("sweep_over"), numbers, f"{place}.over", _plain, start=state.link_value("sweep", numbers) or numbers[0]
+        )
+        others = [n for n, s in specs.items() if n != over and isinstance(s, NumberSpec | ChoiceSpec | FlagSpec)]
+        by = widgets.listed(
+            t("sweep_by"), ["", *others], f"{place}.by", _or_nothing, start=state.link_value("by", others) or ""
+        )
+        metric = widgets.listed(
+            t("metric"), names, f"{place}.metric", _plain, start=state.link_value("metric", names) or names[0]
+        )
+        n_seeds = st.number_input(t("seeds"), 1, MOST_SEEDS, _link_seeds(), key=f"{place}.seeds", width=110)
+        st.button(
+            t("run_sweep"),
+            key=f"{place}.run",
+            icon=":material/play_arrow:",
+            disabled=polled,
+            on_click=_start,
+            args=(experiment, asked, place, purpose, over, by or None, int(n_seeds)),
+        )
+    state.set_link(
+        sweep=over if state.value_of(f"{place}:result") or state.link_value("sweep") else None,
+        by=by or None,
+        metric=metric if metric != names[0] else None,
+        seeds=str(n_seeds) if n_seeds != SEEDS else None,
+    )
+    _start_from_link(experiment, asked, place, purpose, over, by or None, int(n_seeds))
+    job = engine.active_job(purpose)
+    if job is not None:
+        jobbar.draw(job)
+    _collect(place, purpose)
+    if place in state.reader().messages:
+        st.warning(state.reader().messages[place], icon=":material/info:")
+    result: Swept | None = job.partial if job is not None and job.partial else state.value_of(f"{place}:result")
+    if result is not None and result.lines:
+        _draw(experiment, result, metric or names[0], place)
+    if (job is not None) != polled:
+        st.rerun()
+
+
+def _plain(name: str) -> str:
+    return text.name(name, plain=True)
+
+
+def _or_nothing(name: str) -> str:
+    return _plain(name) if name else t("nothing_else")
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return t("switch_on") if value else t("switch_off")
+    return text.choice(value, plain=True) if isinstance(value, str) else f"{value:,g}"
+
+
+def _link_seeds() -> int:
+    raw = state.link_value("seeds") or ""
+    return int(raw) if raw.isascii() and raw.isdigit() and 1 <= int(raw) <= MOST_SEEDS else SEEDS
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def _start_from_link(
+    experiment: Experiment, asked: RunSpec, place: str, purpose: str, over: str, by: str | None, n_seeds: int
+) -> None:
+    """A link that names a sweep has it run, once a visit."""
+    if state.link_value("sweep") and state.value_of(f"{place}:begun") is None and engine.is_ready():
+        _start(experiment, asked, place, purpose, over, by, n_seeds)
+
+
+def _start(
+    experiment: Experiment, asked: RunSpec, place: str, purpose: str, over: str, by: str | None, n_seeds: int
+) -> None:
+    state.set_value(f"{place}:begun", True)
+    # the controls may have moved since the sweep's fragment was drawn
+    slot = f"lab/{experiment.name}"
+    held = {n: v for n in asked.params if (v := state.control_value(slot, n)) is not None}
+    params = {**asked.params, **held}
+    groups = _few(experiment, by) if by else [None]
+    every = [(value, _allowed(experiment, {**params, by: value} if by else params, over)) for value in groups]
+    lines = [(value, values) for value, values in every if values]
+    state.reader().messages.pop(place, None)
+    if not lines:
+        state.reader().messages[place] = t("sweep_empty")
+        return
+    settings = _settings(experiment, params, {over, by})
+    left_out = ", ".join(_word(value) for value, values in every if not values)
+
+    def work(handle: Handle) -> Swept:
+        done: list[tuple[Any, Sweep]] = []
+        total = sum(len(values) for _, values in lines)
+
+        def so_far(sweep: Sweep | None, value: Any) -> Swept:
+            now = [(value, sweep)] if sweep is not None and sweep.values else []
+            return Swept(over, by, (*done, *now), settings, left_out)
+
+        for value, values in lines:
+            before = sum(len(sweep.values) for _, sweep in done)
+
+            def report(
+                fraction: float, partial: Sweep, *, value: Any = value, before: int = before, n: int = len(values)
+            ) -> None:
+                handle.progress((before + fraction * n) / total, so_far(partial, value))
+
+            swept = runner.sweep(
+                experiment.name,
+                {**params, by: value} if by else params,
+                over,
+                values,
+                tuple(range(asked.seed, asked.seed + n_seeds)),
+                device=asked.device,
+                dtype=asked.dtype,
+                on_progress=report,
+                check_stop=handle.check_stop,
+            )
+            done.append((value, swept))
+        return so_far(None, None)
+
+    engine.submit(purpose, work, device=asked.device)
+
+
+def _allowed(experiment: Experiment, params: Mapping[str, Any], over: str) -> list[Any]:
+    """The values of a sweep that these parameters allow; a curve leaves out the others."""
+    spec = experiment.Params.specs()[over]
+    allowed = []
+    for value in widgets.sweep_values(spec, isinstance(experiment.Params.defaults()[over], int)):
+        try:
+            experiment.Params.from_mapping({**params, over: value})
+        except ParamsError:
+            continue
+        allowed.append(value)
+    return allowed
+
+
+def _few(experiment: Experiment, by: str) -> Sequence[Any]:
+    """The values of the second parameter: all of a choice, a handful of a number."""
+    spec = experiment.Params.specs()[by]
+    if isinstance(spec, ChoiceSpec):
+        return spec.values
+    if isinstance(spec, FlagSpec):
+        return (False, True)
+    return widgets.sweep_values(spec, isinstance(experiment.Params.defaults()[by], int), most=MOST_LINES)
+
+
+def _settings(experiment: Experiment, params: Mapping[str, Any], swept: set[str | None]) -> str:
+    defaults = experiment.Params.defaults()
+    changed = {n: v for n, v in params.items() if v != defaults[n] and n not in swept}
+    return ", ".join(f"{_plain(n)} = {_word(v)}" for n, v in changed.items())
+
+
+def _collect(place: str, purpose: str) -> None:
+    """Take what a finished sweep brought, also a part of it, or say why it brought nothing."""
+    finished = engine.take_finished(purpose)
+    if finished is None:
+        return
+    brought = finished.result or finished.partial
+    if isinstance(brought, Swept) and brought.lines:
+        state.set_value(f"{place}:result", brought)
+    if finished.state == "failed":
+        state.reader().messages[place] = text.error(finished.error)
+    elif finished.state != "done":
+        state.reader().messages[place] = t(f"stopped_{finished.reason}", share=f"{finished.fraction:.0%}")
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def _draw(experiment: Experiment, result: Swept, metric: str, place: str) -> None:
+    spec = experiment.Params.specs()[result.over]
+    assert isinstance(spec, NumberSpec)
+    unit = experiment.metric(metric).unit
+    plot = Plot(
+        name="sweep",
+        table="sweep",
+        x=result.over,
+        y=metric,
+        by=result.by,
+        low="low",
+        high="high",
+        x_scale="log2" if spec.log2 else "linear",
+        x_unit=spec.unit,
+        y_unit=unit,
+    )
+    table = result.table(metric)
+    seeds = len(result.lines[0][1].seeds)
+    over = text.name(result.over, plain=True)
+    st.caption(t("sweep_title", metric=text.with_unit(metric, unit), over=over, seeds=seeds))
+    described = t("sweep_title", metric=_plain(metric), over=over, seeds=seeds)
+    charts.draw(plot, table, key=f"{place}-chart-{result.by}", description=described)
+    st.caption(t("sweep_settings", settings=result.settings) if result.settings else t("sweep_defaults"))
+    if result.left_out:
+        st.caption(t("sweep_left_out", values=result.left_out))
+    fold = st.expander(t("table_and_summary"), key=f"{place}-rows", on_change="rerun")
+    if fold.open:
+        with fold:
+            st.dataframe(charts.as_frame(plot, table), hide_index=True)
+    takehome.draw_table(f"{experiment.name}-sweep", table, place=PLACE)

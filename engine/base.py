@@ -12,7 +12,9 @@ these public names:
 ``run``            ``(params, run) -> Result``
 =================  ====================================================================================================
 
-A module that trains also says ``TRAINS = True``: it runs under a time budget and its partial results are drawn.
+A module that trains also says ``TRAINS = True``: it runs under a time budget and its partial results are drawn. A
+module, also one that experiments share, that reads a file says ``FILES = ("trained/model.npz",)``, below ``engine/``,
+and finds it with :func:`data_file`.
 
 Everything but ``run`` must work without torch. This module never imports it at the top for that reason.
 """
@@ -24,6 +26,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -341,6 +344,11 @@ def make_run(seed: int, device: str = "cpu", dtype: str = "float32", **hooks: An
     import torch
 
     return Run(torch.Generator().manual_seed(seed), torch.device(device), getattr(torch, dtype), **hooks)
+
+
+def data_file(name: str) -> Path:
+    """Where a file of ``FILES`` lies: beside this code, which is the engine's folder, or where an export was put."""
+    return Path(__file__).parent / name
 
 
 class Stopwatch:

@@ -1,0 +1,133 @@
+"""A run as a Python script that needs torch and numpy alone, and prints the numbers of the app."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import textwrap
+import unicodedata
+
+from engine import registry
+from engine.base import BaseParams, ChoiceSpec, NumberSpec
+from engine.runner import RunSpec
+from export.flat import Flat, Section, flatten
+
+WIDTH = 120
+RULE = "# " + "=" * (WIDTH - 2)
+
+# The names that it uses of the experiment are what flatten() keeps.
+RUN = """\
+torch.set_num_threads(1)  # as the app does: sums that are split among threads differ in their last digits
+try:
+    device = str(torch.zeros(1, device=DEVICE).device)
+except (RuntimeError, AssertionError):  # the latter where torch was built without this kind of device
+    device = "cpu"
+print(f"# seed {SEED}, {device}, {DTYPE}, torch {torch.__version__}")
+
+result = run(Params.from_mapping(PARAMETERS), make_run(SEED, device, DTYPE))
+for metric in METRICS:
+    if metric.name in result.metrics:  # some are measured under some parameters only
+        unit = "" if metric.unit == "1" else f" {metric.unit}"
+        print(f"{metric.name} = {result.metrics[metric.name]!r}{unit}")
+"""
+SETTINGS = """\
+SEED = {seed}
+DEVICE = {device}  # "cpu", "cuda", "mps", "xpu"; one that is not there becomes "cpu"
+DTYPE = {dtype}  # "float32" or "float64"
+"""
+
+
+def script(spec: RunSpec, *, title: str, about: str) -> str:
+    """A Python script that runs an experiment and prints each metric as ``name = value unit``.
+
+    ``title`` and ``about`` are put at its top, in whatever language they are.
+
+    Raises: UnknownExperiment, ParamsError; ExportError where the code does not fit into one file.
+    """
+    flat = flat_run(spec)
+    *engine, experiment = (section_text(section) for section in flat.sections)
+    parts = [preamble(spec, flat), *engine, experiment, f"{RULE}\n# The run\n\n{RUN}"]
+    return header(spec, flat, title, about) + "\n" + "\n\n".join(parts)
+
+
+def flat_run(spec: RunSpec, after: str = "") -> Flat:
+    """The code of a run's experiment with what it uses; ``after``: code that follows the run.
+
+    Raises: UnknownExperiment, ExportError.
+    """
+    settings = _settings(RunSpec(spec.experiment, {}, 0))  # always the same: flatten() remembers by its arguments
+    return flatten(spec.experiment, f"PARAMETERS = {{}}\n{settings}{RUN}{after}")
+
+
+def _settings(spec: RunSpec) -> str:
+    return SETTINGS.format(seed=spec.seed, device=_python(spec.device), dtype=_python(spec.dtype))
+
+
+def preamble(spec: RunSpec, flat: Flat) -> str:
+    """Imports, and what a reader may change: parameters with their bounds, seed, device, dtype.
+
+    Raises: UnknownExperiment, ParamsError.
+    """
+    params = registry.get(spec.experiment).Params.from_mapping(spec.params)
+    lines = [f'    "{name}": {_python(value)},  # {_bounds(params, name)}' for name, value in params.as_dict().items()]
+    changeable = "# What runs. Change it: a value that does not fit is refused, with what would.\n"
+    settings = _settings(spec)
+    parameters = "\n".join(["PARAMETERS = {", *lines, "}\n"])
+    return f"from __future__ import annotations\n\n{flat.imports}\n\n{changeable}{parameters}{settings}"
+
+
+def section_text(section: Section) -> str:
+    """One module's part: a heading, the module's docstring, its code."""
+    parts = [f"{RULE}\n# {section.file}, what is used of it\n", *([section.about + "\n\n"] if section.about else [])]
+    return "\n".join([*parts, section.code + "\n"])
+
+
+def versions() -> tuple[str, str]:
+    """torch and numpy that are installed, without the name of their build; neither is imported."""
+    torch, numpy = (importlib.metadata.version(name).partition("+")[0] for name in ("torch", "numpy"))
+    return torch, numpy
+
+
+def header(spec: RunSpec, flat: Flat, title: str, about: str) -> str:
+    """Comments at the top: what it is, what it needs."""
+    torch, numpy = versions()
+    paragraphs = [
+        title,
+        about,
+        f"From Attention Interview Lab: the experiment {spec.experiment} with all that it uses of the engine. It needs "
+        f"torch and numpy, nothing else; tested with torch {torch} and numpy {numpy}, with which it prints the numbers "
+        "of the app for the same seed, dtype and device:",
+        f"    pip install torch=={torch} numpy=={numpy}",
+    ]
+    paragraphs += [
+        f"It reads a file: put engine/{file} of the project beside this script, as {file}." for file in flat.files
+    ]
+    return "\n#\n".join("\n".join(_comment(paragraph)) for paragraph in paragraphs) + "\n"
+
+
+def _comment(text: str) -> list[str]:
+    """Lines of at most WIDTH columns; a Chinese character takes two of them."""
+    wide = any(unicodedata.east_asian_width(character) in "WF" for character in text)
+    indent = text[: len(text) - len(text.lstrip(" "))]
+    width = WIDTH // 2 - 1 if wide else WIDTH - 2
+    return [f"# {line}" for line in textwrap.wrap(text, width, subsequent_indent=indent)]
+
+
+def _bounds(params: BaseParams, name: str) -> str:
+    """What a parameter may be, and its default where that is another."""
+    spec, default = params.specs()[name], params.defaults()[name]
+    if isinstance(spec, ChoiceSpec):
+        return ", ".join(map(_python, spec.values))  # the first is the default
+    changed = f"; default {default!r}" if getattr(params, name) != default else ""
+    if isinstance(spec, NumberSpec):
+        return f"{'whole, ' if isinstance(default, int) else ''}{_short(spec.low)} to {_short(spec.high)}{changed}"
+    return f"True or False{changed}"
+
+
+def _short(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) else repr(value)
+
+
+def _python(value: object) -> str:
+    """A plain value as Python, strings in double quotes."""
+    return json.dumps(value) if isinstance(value, str) else repr(value)

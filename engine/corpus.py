@@ -102,10 +102,10 @@ def stories(seed: int, length: int) -> Iterator[str]:
         held = held[length:]
 
 
-def repeats(seed: int, length: int, *, period: int | None = None) -> Iterator[str]:
-    """Texts of ``length`` characters in which a random string repeats; its own length is random, or ``period``."""
+def repeats(seed: int, length: int, *, period: int | None = None) -> Iterator[tuple[str, int]]:
+    """Texts of ``length`` characters in which a random string repeats, and its own length: random, or ``period``."""
     draw = random.Random(seed)
     while True:
         size = period or draw.randint(*REPEATED)
         once = "".join(draw.choices(VOCABULARY[1:], k=size))
-        yield (once * (length // size + 1))[:length]
+        yield (once * (length // size + 1))[:length], size

@@ -23,7 +23,7 @@ from engine import corpus, language_model
 if TYPE_CHECKING:
     import torch
 
-STORIES_SHARE = 0.6  # of each batch; the rest are repeated strings
+STORIES_SHARE = 0.5  # of each batch; the rest are repeated strings
 HELD_OUT_SEED = 10**6  # no training seed is as high
 N_HELD_OUT = 32  # texts of each kind
 PERIOD = 64  # of the held-out strings
@@ -49,16 +49,22 @@ class Settings:
         return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def batches(seed: int, batch: int) -> Iterator[torch.Tensor]:
-    """Endless batches of tokens. Shapes: (batch, seq_len)."""
+def batches(seed: int, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches of tokens, and which of them can be known: of a random string all but its first time.
+
+    Shapes: (batch, seq_len) and, for the tokens from the second on, (batch, seq_len - 1) of bool.
+    """
     import torch
 
     n_stories = round(batch * STORIES_SHARE)
     told = corpus.stories(2 * seed, language_model.SEQ_LEN)
     again = corpus.repeats(2 * seed + 1, language_model.SEQ_LEN)
     while True:
-        texts = [*itertools.islice(told, n_stories), *itertools.islice(again, batch - n_stories)]
-        yield torch.tensor([corpus.encode(text) for text in texts])
+        strings = list(itertools.islice(again, batch - n_stories))
+        texts = [*itertools.islice(told, n_stories), *(text for text, _ in strings)]
+        first = torch.tensor([0] * n_stories + [period for _, period in strings])
+        known = torch.arange(1, language_model.SEQ_LEN) >= first[:, None]
+        yield torch.tensor([corpus.encode(text) for text in texts]), known
 
 
 def held_out() -> dict[str, torch.Tensor]:
@@ -67,7 +73,7 @@ def held_out() -> dict[str, torch.Tensor]:
 
     kinds = {
         "stories": corpus.stories(2 * HELD_OUT_SEED, language_model.SEQ_LEN),
-        "repeats": corpus.repeats(2 * HELD_OUT_SEED + 1, language_model.SEQ_LEN, period=PERIOD),
+        "repeats": (text for text, _ in corpus.repeats(2 * HELD_OUT_SEED + 1, language_model.SEQ_LEN, period=PERIOD)),
     }
     return {
         kind: torch.tensor([corpus.encode(text) for text in itertools.islice(texts, N_HELD_OUT)])
@@ -106,10 +112,10 @@ def train(settings: Settings, report: Callable[[dict[str, float]], None]) -> dic
     )
     start = time.perf_counter()
     recent: list[float] = []
-    for step, tokens in zip(range(settings.steps), batches(settings.seed, settings.batch), strict=False):
+    for step, (tokens, known) in zip(range(settings.steps), batches(settings.seed, settings.batch), strict=False):
         for group in optimizer.param_groups:
             group["lr"] = settings.rate(step)
-        loss = language_model.token_losses(language_model.forward_fast(weights, tokens), tokens).mean()
+        loss = language_model.token_losses(language_model.forward_fast(weights, tokens), tokens)[known].mean()
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)

@@ -1,0 +1,149 @@
+"""The Lab as a reader uses it: pins, history, sweeps, downloads, and links that bring all of it back."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import struct
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from engine import runner
+from tests.browser.test_flagship import bench, engine_ready, figures
+from tools.browser import assert_clean
+
+EXPERIMENT = "qk_variance"
+
+
+def open_lab(visit, **query):
+    visit.goto("lab", **{"experiment": EXPERIMENT, "lang": "en", **query})
+    bench(visit).wait_for()
+    engine_ready(visit)
+
+
+def button(visit, name):
+    return visit.page.get_by_role("button", name=name, exact=True)
+
+
+def link(visit):
+    return parse_qs(urlsplit(visit.page.url).query, keep_blank_values=True)
+
+
+def move_first_slider(visit, key="ArrowRight"):
+    slider = bench(visit).get_by_role("slider").first
+    slider.focus()
+    visit.act(lambda: slider.press(key))
+
+
+def downloaded(visit, press):
+    with visit.page.expect_download() as coming:
+        press.click()
+    return coming.value.suggested_filename, coming.value.path().read_bytes()
+
+
+def series(visit):
+    """The names in the legend of the panel's chart."""
+    legend = bench(visit).locator('[data-testid="stVegaLiteChart"] .role-legend-label text')
+    return [text for text in legend.all_text_contents() if text]
+
+
+def test_a_pinned_run_stays_on_the_chart_and_the_link_brings_it_back(app, open_reader):
+    visit = open_reader(app)
+    open_lab(visit)
+    visit.act(lambda: button(visit, "Pin").click())
+    assert button(visit, "Pin").is_disabled()  # the same run twice would be one line
+    move_first_slider(visit)
+    bench(visit).locator(".role-legend-label text").nth(1).wait_for()
+    assert series(visit) == ["now · head width d_k = 128", "head width d_k = 64"]
+    assert link(visit)["pin"] == ["seed=0"]
+    assert link(visit)["d_k"] == ["128"]
+
+    other = open_reader(app)
+    other.page.goto(visit.page.url)
+    bench(other).locator(".role-legend-label text").nth(1).wait_for()
+    assert series(other) == series(visit)
+    assert figures(other) == figures(visit)
+    other.act(lambda: button(other, "head width d_k = 64").click())
+    assert "pin" not in link(other)
+    assert series(other) == []
+    assert_clean(other)
+    assert_clean(visit)
+
+
+def test_a_run_of_the_history_comes_back_with_its_settings(app, open_reader):
+    visit = open_reader(app)
+    open_lab(visit, d_k="8", seed="3")
+    before = figures(visit)
+    move_first_slider(visit)
+    assert figures(visit) != before
+    visit.act(lambda: visit.page.get_by_text(re.compile("Runs of this visit: 2")).click())
+    grid = visit.page.get_by_test_id("stDataFrame").last
+    grid.wait_for()
+    box = grid.bounding_box()
+    # the table is drawn on a canvas: the tick of the second row stands in the first column
+    visit.act(lambda: visit.page.mouse.click(box["x"] + 16, box["y"] + 2.5 * 35))
+    visit.act(lambda: button(visit, "Bring back").click())
+    assert figures(visit) == before
+    assert (link(visit)["d_k"], link(visit)["seed"]) == (["8"], ["3"])
+    assert_clean(visit)
+
+
+def test_a_sweep_over_two_parameters_runs_from_its_link_alone(app, open_reader):
+    visit = open_reader(app)
+    open_lab(visit, sweep="d_k", by="scale", metric="logits_std", seeds="2")
+    panel = visit.page.locator(".st-key-sweep")
+    panel.locator(".role-legend-label text").nth(3).wait_for(timeout=60_000)
+    assert len(panel.locator(".role-legend-label text").all()) == 4  # one line a scale rule
+    panel.get_by_text("range over 2 seeds").wait_for()
+    panel.get_by_role("button", name="Run the sweep").and_(visit.page.locator(":enabled")).wait_for()
+    visit.idle()
+    panel.get_by_role("button", name="Take it home").click()
+    name, written = downloaded(visit, visit.page.get_by_role("button", name="Rows, CSV"))
+    rows = list(csv.DictReader(io.StringIO(written.decode())))
+    assert name == f"{EXPERIMENT}-sweep.csv"
+    first = next(row for row in rows if row["d_k"] == "64" and row["scale"] == "none")
+    alone = [runner.run(EXPERIMENT, {"d_k": 64, "scale": "none"}, seed=s).metrics["logits_std"] for s in (0, 1)]
+    assert float(first["logits_std"]) == pytest.approx(sum(alone) / 2, rel=1e-12)  # a mean of the same two floats
+    assert (float(first["low"]), float(first["high"])) == (min(alone), max(alone))
+    assert_clean(visit)
+
+
+def test_settings_that_exclude_a_line_of_the_sweep_are_told(app, open_reader):
+    visit = open_reader(app)
+    open_lab(visit, sweep="d_k", by="distribution", seeds="1", qk_correlation="0.5")
+    visit.page.get_by_text(re.compile("Left out.*uniform")).wait_for(timeout=60_000)
+    assert_clean(visit)
+
+
+def test_chart_rows_script_and_notebook_are_downloaded_as_the_page_shows_them(app, open_reader):
+    visit = open_reader(app)
+    open_lab(visit, d_k="16", seed="5")
+    bench(visit).get_by_role("button", name="Take it home").click()
+    name, picture = downloaded(visit, button(visit, "Chart, PNG"))
+    assert name == f"{EXPERIMENT}.png"
+    width, height = struct.unpack(">II", picture[16:24])
+    drawn = bench(visit).locator("svg.marks").bounding_box()
+    assert (width, height) == (pytest.approx(2 * drawn["width"], abs=2), pytest.approx(2 * drawn["height"], abs=2))
+    name, drawing = downloaded(visit, button(visit, "Chart, SVG"))
+    assert drawing.startswith(b"<svg")
+    assert drawing.count(b"<path") == bench(visit).locator("svg.marks path").count()
+    _, script = downloaded(visit, visit.page.get_by_role("button", name="Script, Python"))
+    assert b"SEED = 5" in script
+    assert b"import streamlit" not in script
+    _, book = downloaded(visit, visit.page.get_by_role("button", name="Notebook"))
+    assert json.loads(book)["nbformat"] == 4
+    _, rows = downloaded(visit, visit.page.get_by_role("button", name="Rows, CSV"))
+    table = runner.run(EXPERIMENT, {"d_k": 16}, seed=5).tables["histogram"]
+    assert len(rows.decode().splitlines()) == 1 + len(table["logits"])
+    assert_clean(visit)
+
+
+def test_a_link_with_values_that_do_not_exist_says_which(app, open_reader):
+    visit = open_reader(app)
+    open_lab(visit, d_k="many", seed="-1", pin="d_k=0&seed=1", sweep="no_such", metric="none", seeds="x")
+    visit.page.get_by_text(re.compile("The link names values.*d_k, seed")).wait_for()
+    assert series(visit) == []
+    assert_clean(visit)

@@ -63,10 +63,12 @@ def flatten(experiment: str, written: str, engine: Path = ENGINE) -> Flat:
     kept = _Kept(modules)
     around = ast.parse(written)
     kept.read(modules.at(start), around)
+    base = engine / "base.py"
     for name in FOUND_IN_BASE:
-        kept.need(modules.at(engine / "base.py"), name)
+        kept.need(modules.at(base), name)
     kept.settle()
-    used = [module for module in modules.in_order(start) if kept.statements.get(module.path)]
+    in_order = modules.in_order(*modules.at(start).inside.values(), base, start)
+    used = [module for module in in_order if kept.statements.get(module.path)]
     own = {node.id for node in ast.walk(around) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     _refuse_collisions(used, kept, own)
     top = _Imports([module.outside[name] for module in used for name in sorted(kept.outside[module.path])])
@@ -133,18 +135,19 @@ class _Modules:
             self._read[path] = self._parse(path)
         return self._read[path]
 
-    def in_order(self, start: Path) -> list[_Module]:
-        """Every module after those that it imports from, the first imported first."""
+    def in_order(self, *paths: Path) -> list[_Module]:
+        """The modules and all that they import from, each after those that it imports from, as they are imported."""
         found: dict[Path, _Module] = {}
 
         def visit(path: Path) -> None:
-            module = self.at(path)
-            for other in dict.fromkeys(module.inside.values()):
-                if other not in found:
+            if path not in found:
+                module = self.at(path)
+                for other in module.inside.values():
                     visit(other)
-            found[path] = module
+                found[path] = module
 
-        visit(start)
+        for path in paths:
+            visit(path)
         return list(found.values())
 
     def _parse(self, path: Path) -> _Module:

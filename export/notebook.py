@@ -87,9 +87,9 @@ def drawing(plot: Plot) -> str:
     if plot.low and plot.high:
         series.append(f"axes.fill_between(x, {columns[plot.low]}, {columns[plot.high]}, alpha=0.2)")
     if plot.theory:
-        series.append(f'axes.plot(x, {columns[plot.theory]}, "k--", linewidth=1)  # the law')
+        series.append(f'axes.plot(x, {columns[plot.theory]}, "k--", linewidth=1)')
 
-    lines = ["figure, axes = plt.subplots()"]
+    lines = ['figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")']
     if splits:
         named = [f'table["{column}"]' for column in splits]
         joined = f'np.array([f"{{a}}, {{b}}" for a, b in zip({", ".join(named)}, strict=True)])'
@@ -100,7 +100,8 @@ def drawing(plot: Plot) -> str:
         if scale != "linear" and (axis, plot.mark) != ("x", "bar"):
             lines.append(f'axes.set_{axis}scale("log", base={scale.removeprefix("log")})')
     x_label, y_label = _with_unit(plot.x, plot.x_unit), _with_unit(plot.y, plot.y_unit)
-    lines.append(f'axes.set(xlabel="{x_label}", ylabel="{y_label}")')
+    title = f', title="- - -  {plot.theory}"' if plot.theory else ""
+    lines.append(f'axes.set(xlabel="{x_label}", ylabel="{y_label}"{title})')
     lines += ["axes.legend()", "plt.show()"] if splits else ["plt.show()"]
     return TABLE.format(table=plot.table) + "".join(f"    {line}\n" for line in lines)
 

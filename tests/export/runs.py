@@ -10,7 +10,7 @@ import types
 from typing import Any
 
 from engine import registry
-from engine.base import ChoiceSpec, FlagSpec, NumberSpec, ParamsError, Result, Spec
+from engine.base import ChoiceSpec, FlagSpec, NumberSpec, ParamsError, Result, Spec, TextSpec
 from engine.runner import RunSpec, run_spec
 
 WORDS: dict[str, Any] = {"title": "A title", "about": "What it shows, in words."}
@@ -22,6 +22,8 @@ def other(spec: Spec, default: Any) -> Any:
         return spec.values[-1]
     if isinstance(spec, FlagSpec):
         return not default
+    if isinstance(spec, TextSpec):
+        return default[1:] or "a"
     assert isinstance(spec, NumberSpec)
     value = type(default)(default / 2)
     if not spec.low <= value < default:

@@ -9,8 +9,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
-from engine import base
+from engine import base, language_model
+from engine.corpus import encode
 from engine.registry import UnknownExperiment
 from export.flat import ExportError, Flat, flatten
 from tests.export.runs import executed
@@ -36,7 +38,7 @@ def flat(tmp_path):
 
 
 def joined(flat: Flat) -> str:
-    return "\n\n".join([flat.imports.replace("import torch", ""), *(section.code for section in flat.sections)])
+    return "\n\n".join([flat.imports, *(section.code for section in flat.sections)])
 
 
 def names(flat: Flat) -> list[str]:
@@ -209,6 +211,49 @@ def test_imports_inside_functions_go_where_they_say_nothing_new(flat):
     assert found.sections[0].code.startswith("def half(x):\n\n    def inner():")
 
 
+def test_a_module_that_is_imported_whole_becomes_a_name_that_holds_what_is_used(flat):
+    found = flat(
+        """
+        from engine import tools
+        from engine.other import third
+
+        def run(x, half=None):
+            return tools.half(x) + tools.SIZE + third(x) + tools.half(x)
+        """,
+        tools="SIZE = 6\nUNUSED = 0\n\ndef half(x):\n    return x / 2\n\ndef double(x):\n    return 2 * x\n",
+        other="""
+        def third(x):
+            from engine import tools
+
+            return tools.double(x) / tools.SIZE
+        """,
+    )
+    assert names(found) == ["SIZE", "half", "double", "tools", "third", "make_run", "run"]
+    made = "tools = SimpleNamespace(SIZE=SIZE, double=double, half=half)  # of engine/tools.py"
+    assert joined(found).count(made) == joined(found).count("SimpleNamespace(") == 1
+    assert executed(f"{joined(found)}\nprint(run(3))")[1] == ["10.0"]  # 1.5 + 6 + 1 + 1.5
+
+
+def test_the_language_model_of_the_engine_can_be_exported(tmp_path):
+    engine = tmp_path / "engine"
+    shutil.copytree(Path(base.__file__).parent, engine, ignore=shutil.ignore_patterns("__pycache__", "trained"))
+    (engine / "experiments/tried.py").write_text(
+        "from engine import language_model\nfrom engine.corpus import encode\n\n\n"
+        "def run(seed, load=False):\n    import torch\n\n    if load:\n        return language_model.load_weights()\n"
+        "    weights = language_model.draw_weights(torch.Generator().manual_seed(seed))\n"
+        "    return language_model.forward(weights, torch.tensor([encode('Ada has a key.')])).sum().item()\n"
+    )
+    found = flatten("tried", "SEED = 3\nrun(SEED)\n", engine)
+    assert found.files == ("trained/model.npz",)
+    future = "from __future__ import annotations\n"
+    code = f"{future}__file__ = {str(tmp_path / 'script.py')!r}\n{joined(found)}\n"
+    weights = language_model.draw_weights(torch.Generator().manual_seed(3))
+    logits = language_model.forward(weights, torch.tensor([encode("Ada has a key.")]))
+    assert executed(f"{code}print(run(3))")[1] == [str(logits.sum().item())]
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path}/trained/model.npz")):
+        executed(f"{code}run(3, load=True)")
+
+
 def test_comments_and_chapters_stay_with_what_they_are_about(flat):
     line = "# " + "-" * 40
     found = flat(
@@ -263,7 +308,13 @@ REFUSED = [
     (USE_BOTH, "for A in (1, 2):\n    pass\n", "tools.py:1: got 'for A in (1, 2):' at the top"),
     (USE_BOTH, "B = 1\n", "got A from engine/tools.py, which defines B"),
     ("import engine.tools\n\ndef run(x):\n    return x\n", "", "wanted `from engine.tools import` its names"),
-    ("from engine import tools\n\ndef run(x):\n    return x\n", "", "wanted `from engine.module import name`"),
+    ("from engine import nothing\n\ndef run(x):\n    return x\n", "", "wanted a module of the engine"),
+    ("from engine import tools\n\ndef run(x):\n    return vars(tools)\n", "", "wanted its names only: tools.something"),
+    (
+        "from engine import tools\n\ndef run(x):\n    return tools.B\n",
+        "A = 1\n",
+        "got tools.B; engine/tools.py defines A",
+    ),
     ("from ..tools import A\n\ndef run(x):\n    return A\n", "A = 1\n", "got a relative import"),
     ("from engine.tools import A as B\n\ndef run(x):\n    return B\n", "A = 1\n", "a name stays what it is"),
     ("from engine.tools import *\n\ndef run(x):\n    return A\n", "A = 1\n", "a name stays what it is"),

@@ -15,7 +15,7 @@ import pytest
 from content.loader import load_deck
 from content.schema import LANGUAGES
 from engine import registry
-from engine.base import Plot, Result
+from engine.base import Plot, Result, Table
 from engine.runner import RunSpec
 from export import notebook as module
 from export.notebook import drawing, notebook
@@ -105,6 +105,19 @@ class Axes:
     def set(self, **settings: str) -> None:
         self.settings |= settings
 
+    def imshow(self, cells: np.ndarray) -> str:
+        self._note("imshow")(cells)
+        return "image"
+
+    def set_xticks(self, places: range, labels: list[Any]) -> None:
+        self.settings["xticks"] = list(places), labels
+
+    def set_yticks(self, places: range, labels: list[Any]) -> None:
+        self.settings["yticks"] = list(places), labels
+
+    def colorbar(self, image: str) -> None:
+        self.settings["colorbar"] = image == "image"
+
     def set_xscale(self, kind: str, *, base: int) -> None:
         self.settings["xscale"] = kind, base
 
@@ -126,23 +139,23 @@ TABLE = {
 }
 
 
-def drawn(monkeypatch, plot: Plot) -> Axes:
+def drawn(monkeypatch, plot: Plot, table: Table = TABLE) -> Axes:
     axes = Axes()
     pyplot: Any = types.ModuleType("matplotlib.pyplot")
-    pyplot.subplots = lambda **style: (None, axes)
+    pyplot.subplots = lambda **style: (axes, axes)  # a figure and its axes
     pyplot.show = lambda: setattr(axes, "shown", True)
     package: Any = types.ModuleType("matplotlib")
     package.pyplot = pyplot
     monkeypatch.setitem(sys.modules, "matplotlib", package)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
-    exec(drawing(plot), {"np": np, "result": Result({}, {"t": TABLE})})
+    exec(drawing(plot), {"np": np, "result": Result({}, {"t": table})})
     assert axes.shown
     return axes
 
 
 @pytest.mark.parametrize(
     ("mark", "call"),
-    [("line", "plot"), ("point", "scatter"), ("bar", "bar"), ("area", "fill_between"), ("heat", "scatter")],
+    [("line", "plot"), ("point", "scatter"), ("bar", "bar"), ("area", "fill_between")],
 )
 def test_each_mark_draws_the_columns(monkeypatch, mark, call):
     axes = drawn(monkeypatch, Plot("p", "t", "x", "y", mark=mark))
@@ -169,6 +182,26 @@ def test_series_bands_and_laws_belong_together(monkeypatch):
     assert "yscale" not in axes.settings
     assert axes.settings["legend"]
     assert axes.settings["title"].endswith("law")
+
+
+def test_a_heat_map_has_a_cell_for_each_pair(monkeypatch):
+    table = {
+        "row": np.array(["0 a", "0 a", "1 b"]),
+        "column": np.array([5, 7, 7]),
+        "weight": np.array([0.1, 0.2, 0.3], np.float32),
+    }
+    axes = drawn(monkeypatch, Plot("p", "t", "column", "row", mark="heat", value="weight"), table)
+    ((kind, (cells,), _),) = axes.drawn
+    assert kind == "imshow"
+    np.testing.assert_array_equal(np.array(cells, np.float32), np.array([[0.1, 0.2], [np.nan, 0.3]], np.float32))
+    assert axes.settings == {
+        "xlabel": "column",
+        "ylabel": "row",
+        "title": "weight",
+        "xticks": ([0, 1], [5, 7]),
+        "yticks": ([0, 1], ["a", "b"]),
+        "colorbar": True,
+    }
 
 
 def test_small_multiples_become_series(monkeypatch):

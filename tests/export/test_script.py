@@ -12,7 +12,7 @@ from engine import registry
 from engine.base import ParamsError
 from engine.registry import UnknownExperiment
 from engine.runner import RunSpec
-from export.script import flat_run, header, script
+from export.script import _python, flat_run, header, script
 from tests.export.runs import WORDS, executed, expected, other_params
 
 SPEC = RunSpec("qk_variance", {"d_k": 16, "scale": "inv_d_k", "n_pairs": 512}, seed=3, dtype="float64")
@@ -74,6 +74,12 @@ def test_an_edited_parameter_takes_effect_and_a_wrong_one_is_refused_with_what_w
         executed(text.replace('"d_k": 16,', '"d_k": 5000,'))
     with pytest.raises(ValueError, match=r"'d_kk', wanted one of .*did you mean d_k\?"):
         executed(text.replace('"d_k": 16,', '"d_kk": 16,'))
+
+
+def test_what_a_reader_typed_stands_there_as_typed():
+    typed = ["plain", 'say "a"', "it's", 'it\'s "a"', "中文 😀", "a\nb\\c\0", "#{x}"]
+    assert [ast.literal_eval(_python(text)) for text in typed] == typed
+    assert _python("中文") == '"中文"'
 
 
 def test_an_edited_seed_is_another_run():

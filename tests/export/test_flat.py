@@ -330,6 +330,12 @@ def test_what_does_not_fit_into_one_namespace_is_refused_with_its_line(flat, exp
         flat(experiment, tools=tools)
 
 
+def test_two_modules_under_one_name_are_refused(flat):
+    experiment = "from engine import tools as t\nfrom engine.more import B\n\ndef run(x):\n    return t.A + B\n"
+    with pytest.raises(ExportError, match=r"tried.py: t is also a name of engine/more.py"):
+        flat(experiment, tools="A = 1\n", more="from engine import other as t\nB = t.C\n", other="C = 2\n")
+
+
 def test_names_that_are_left_out_collide_with_nothing(flat):
     found = flat(USE_BOTH, tools="SIZE = 2\nA = 1\n")
     assert names(found) == ["A", "make_run", "SIZE", "run"]

@@ -13,10 +13,10 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import attention as reference
+from engine.base import data_file
 from engine.corpus import N_TOKENS
 from engine.positions import rotary_angles, rotate
 
@@ -29,7 +29,8 @@ D_MODEL = 128
 D_K = D_MODEL // N_HEADS
 D_FF = 4 * D_MODEL
 SEQ_LEN = 256  # longest text; rotary positions would go on, but were never trained there
-FILE = Path(__file__).parent / "trained" / "model.npz"
+FILES = ("trained/model.npz",)
+FILE = data_file(FILES[0])
 
 Weights = Mapping[str, "torch.Tensor"]
 Edit = Callable[[int, "torch.Tensor"], "torch.Tensor"]

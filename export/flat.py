@@ -6,7 +6,8 @@ The text is the engine's own, with its comments. What is left out is decided by 
 - A method stays when its name occurs in what stays, as a name, an attribute or a string. Special methods always stay,
   and so do all methods of a class that derives from something outside the engine, which may call them by itself.
 - Imports of the engine fall away, imports of torch move to the top, other imports stay where they are and as far as
-  they are used.
+  they are used. A module that is imported whole (``from engine import attention as reference``) becomes a name that
+  holds what is used of it.
 
 A name is taken for used when it occurs at all, even where it is a local variable: then something stays without need,
 and nothing that is needed is missing. What can't be joined so is refused with the line.
@@ -63,13 +64,17 @@ def flatten(experiment: str, written: str, engine: Path = ENGINE) -> Flat:
     kept = _Kept(modules)
     around = ast.parse(written)
     kept.read(modules.at(start), around)
+    base = engine / "base.py"
     for name in FOUND_IN_BASE:
-        kept.need(modules.at(engine / "base.py"), name)
+        kept.need(modules.at(base), name)
     kept.settle()
-    used = [module for module in modules.in_order(start) if kept.statements.get(module.path)]
+    in_order = modules.in_order(*modules.at(start).needs(), base, start)
+    used = [module for module in in_order if kept.statements.get(module.path)]
     own = {node.id for node in ast.walk(around) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     _refuse_collisions(used, kept, own)
     top = _Imports([module.outside[name] for module in used for name in sorted(kept.outside[module.path])])
+    if kept.of_whole:
+        top.needed.add(SPACE)
     sections = [Section(module.file, module.about(), kept.text(module, top)) for module in used]
     return Flat(top.text(), tuple(sections), tuple(dict.fromkeys(file for module in used for file in module.files())))
 
@@ -87,6 +92,9 @@ class _Outside:
     name: str
 
 
+SPACE = _Outside("types", "SimpleNamespace", "SimpleNamespace")
+
+
 @dataclass(frozen=True)
 class _Module:
     """A file of the engine, and where each of its global names comes from."""
@@ -97,6 +105,7 @@ class _Module:
     tree: ast.Module
     defined: dict[str, ast.stmt] = field(default_factory=dict)
     inside: dict[str, Path] = field(default_factory=dict)  # imported from the engine: the module that has it
+    whole: dict[str, Path] = field(default_factory=dict)  # a module of the engine under a name
     outside: dict[str, _Outside] = field(default_factory=dict)
 
     def about(self) -> str:
@@ -106,6 +115,10 @@ class _Module:
         node = self.tree.body[0]
         lines = self.lines[node.lineno - 1 : _end(node)]
         return "\n".join(lines) if self.path.name != "base.py" or len(lines) == 1 else f'{lines[0]}"""'
+
+    def needs(self) -> list[Path]:
+        """The modules of the engine that it imports from."""
+        return list(dict.fromkeys((*self.inside.values(), *self.whole.values())))
 
     def files(self) -> tuple[str, ...]:
         """Value of its constant ``FILES``: what it reads, below ``engine/``."""
@@ -133,18 +146,19 @@ class _Modules:
             self._read[path] = self._parse(path)
         return self._read[path]
 
-    def in_order(self, start: Path) -> list[_Module]:
-        """Every module after those that it imports from, the first imported first."""
+    def in_order(self, *paths: Path) -> list[_Module]:
+        """The modules and all that they import from, each after those that it imports from, as they are imported."""
         found: dict[Path, _Module] = {}
 
         def visit(path: Path) -> None:
-            module = self.at(path)
-            for other in dict.fromkeys(module.inside.values()):
-                if other not in found:
+            if path not in found:
+                module = self.at(path)
+                for other in module.needs():
                     visit(other)
-            found[path] = module
+                found[path] = module
 
-        visit(start)
+        for path in paths:
+            visit(path)
         return list(found.values())
 
     def _parse(self, path: Path) -> _Module:
@@ -185,15 +199,19 @@ class _Modules:
                 for alias in node.names:
                     module.outside[alias.asname or alias.name] = _Outside(place, alias.name, alias.asname or alias.name)
             return
-        path = self.engine.joinpath(*place.split(".")[1:]).with_suffix(".py")
+        folder = self.engine.joinpath(*place.split(".")[1:])
         for alias in node.names:
-            if place == "engine" or not path.is_file():
-                raise module.error(node, f"got `{ast.unparse(node)}`, wanted `from engine.module import name`")
-            if alias.asname not in (None, alias.name) or alias.name == "*":
+            name = alias.asname or alias.name
+            if name in module.defined:
+                raise module.error(node, f"{name} is imported and defined in one module")
+            if (folder / f"{alias.name}.py").is_file():
+                module.whole[name] = folder / f"{alias.name}.py"
+            elif not folder.with_suffix(".py").is_file():
+                raise module.error(node, f"got `{ast.unparse(node)}`, wanted a module of the engine")
+            elif name != alias.name or name == "*":
                 raise module.error(node, f"got `{ast.unparse(node)}`; in one namespace a name stays what it is")
-            if alias.name in module.defined:
-                raise module.error(node, f"{alias.name} is imported and defined in one module")
-            module.inside[alias.name] = path
+            else:
+                module.inside[name] = folder.with_suffix(".py")
 
 
 def _is_import(node: ast.AST) -> bool:
@@ -236,6 +254,7 @@ class _Kept:
         self.modules = modules
         self.statements: dict[Path, set[ast.stmt]] = {}
         self.outside: dict[Path, set[str]] = {}
+        self.of_whole: dict[str, set[str]] = {}  # under the name of a module: what is used of it
         self._said: set[str] = set()  # every name, attribute and one-word string of what stays
         self._asleep: dict[
             ast.FunctionDef, _Module
@@ -262,6 +281,8 @@ class _Kept:
                     module.tree, f"got {name} from {other.file}, which defines {', '.join(other.defined)}"
                 )
             self.need(other, name)
+        elif name in module.whole:
+            raise module.error(module.tree, f"got the module {name} by itself, wanted its names only: {name}.something")
         elif name in module.defined:
             self._keep(module, module.defined[name])
         elif name in module.outside:
@@ -280,6 +301,13 @@ class _Kept:
     def read(self, module: _Module, node: ast.AST, without: Sequence[ast.AST] = ()) -> None:
         """Take note of every name in a piece of code that stays."""
         if node in without:
+            return
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in module.whole:
+            self.of_whole.setdefault(node.value.id, set()).add(node.attr)
+            other = self.modules.at(module.whole[node.value.id])
+            if node.attr not in other.defined:
+                raise module.error(node, f"got {ast.unparse(node)}; {other.file} defines {', '.join(other.defined)}")
+            self.need(other, node.attr)
             return
         if isinstance(node, ast.Name):
             self._said.add(node.id)
@@ -317,7 +345,15 @@ class _Kept:
     # The text of what stays
 
     def text(self, module: _Module, top: _Imports) -> str:
-        """The lines of a module that stay, laid out as they were."""
+        """The lines of a module that stay, laid out as they were, behind the modules that it imports whole."""
+        spaces = [
+            _space(name, sorted(self.of_whole.pop(name)), self.modules.at(path))
+            for name, path in module.whole.items()
+            if name in self.of_whole  # else nothing uses it, or a module before has made it
+        ]
+        return "\n\n\n".join([*(["\n".join(spaces)] if spaces else []), self._lines(module, top)])
+
+    def _lines(self, module: _Module, top: _Imports) -> str:
         left_out = [method for method, owner in self._asleep.items() if owner is module]
         gone = {line for method in left_out for line in self._method_lines(module, method)}
         for statement in self.statements[module.path]:
@@ -353,6 +389,14 @@ class _Kept:
         while not module.lines[first - 2].strip():
             first -= 1
         return range(first, _end(method) + 1)
+
+
+def _space(name: str, names: list[str], module: _Module) -> str:
+    """A name that holds what is used of a module."""
+    line = f"{name} = SimpleNamespace({', '.join(f'{n}={n}' for n in names)})  # of {module.file}"
+    if len(line) <= 120:
+        return line
+    return "\n".join([f"{name} = SimpleNamespace(  # of {module.file}", *(f"    {n}={n}," for n in names), ")"])
 
 
 def _is_exception(name: str) -> bool:
@@ -455,6 +499,10 @@ def _refuse_collisions(modules: list[_Module], kept: _Kept, own: set[str]) -> No
                 raise _hides(module.file, name)
             where, what = owners.setdefault(name, (module.file, outside))
             if what != outside:
+                raise _collision(module.file, where, name)
+        for name in sorted(module.whole.keys() & kept.of_whole.keys()):
+            where, what = owners.setdefault(name, (module.file, module.whole[name]))
+            if what != module.whole[name]:
                 raise _collision(module.file, where, name)
         for name, statement in module.defined.items():
             if statement not in kept.statements[module.path]:

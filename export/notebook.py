@@ -73,6 +73,8 @@ def drawing(plot: Plot) -> str:
 
     Axes and series bear the names of the columns: matplotlib's own fonts have no Chinese.
     """
+    if plot.mark == "heat":
+        return TABLE.format(table=plot.table) + _indented(_heat(plot))
     splits = [column for column in (plot.facet, plot.by) if column]  # small multiples become series of one chart
     columns = {name: f'table["{name}"]' + ("[rows]" if splits else "") for name in plot.columns}
     x = columns[plot.x] + (".astype(str)" if plot.mark == "bar" else "")  # one bar beside the other, at any distance
@@ -81,15 +83,14 @@ def drawing(plot: Plot) -> str:
         "point": "scatter(x, y{})",
         "bar": "bar(x, y, alpha=0.7{})",
         "area": "fill_between(x, y, alpha=0.7{})",
-        "heat": 'scatter(x, y, marker="s"{})',
     }
     series = [f"x, y = {x}, {columns[plot.y]}", "axes." + marks[plot.mark].format(", label=name" if splits else "")]
     if plot.low and plot.high:
         series.append(f"axes.fill_between(x, {columns[plot.low]}, {columns[plot.high]}, alpha=0.2)")
     if plot.theory:
-        series.append(f'axes.plot(x, {columns[plot.theory]}, "k--", linewidth=1)  # the law')
+        series.append(f'axes.plot(x, {columns[plot.theory]}, "k--", linewidth=1)')
 
-    lines = ["figure, axes = plt.subplots()"]
+    lines = ['figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")']
     if splits:
         named = [f'table["{column}"]' for column in splits]
         joined = f'np.array([f"{{a}}, {{b}}" for a, b in zip({", ".join(named)}, strict=True)])'
@@ -100,9 +101,31 @@ def drawing(plot: Plot) -> str:
         if scale != "linear" and (axis, plot.mark) != ("x", "bar"):
             lines.append(f'axes.set_{axis}scale("log", base={scale.removeprefix("log")})')
     x_label, y_label = _with_unit(plot.x, plot.x_unit), _with_unit(plot.y, plot.y_unit)
-    lines.append(f'axes.set(xlabel="{x_label}", ylabel="{y_label}")')
+    title = f', title="- - -  {plot.theory}"' if plot.theory else ""
+    lines.append(f'axes.set(xlabel="{x_label}", ylabel="{y_label}"{title})')
     lines += ["axes.legend()", "plt.show()"] if splits else ["plt.show()"]
-    return TABLE.format(table=plot.table) + "".join(f"    {line}\n" for line in lines)
+    return TABLE.format(table=plot.table) + _indented(lines)
+
+
+def _heat(plot: Plot) -> list[str]:
+    """A cell for each x and y, in the order of the rows; of a name, "place character", the axis shows the character."""
+    return [
+        f'across, down = (list(dict.fromkeys(table[name].tolist())) for name in ("{plot.x}", "{plot.y}"))',
+        "cells = np.full((len(down), len(across)), np.nan)",
+        f'for x, y, value in zip(table["{plot.x}"], table["{plot.y}"], table["{plot.value}"], strict=True):',
+        "    cells[down.index(y), across.index(x)] = value",
+        "figure, axes = plt.subplots(figsize=(8, 7))",
+        "figure.colorbar(axes.imshow(cells))",
+        "axes.set_xticks(range(len(across)), [name[-1] if isinstance(name, str) else name for name in across])",
+        "axes.set_yticks(range(len(down)), [name[-1] if isinstance(name, str) else name for name in down])",
+        f'axes.set(xlabel="{_with_unit(plot.x, plot.x_unit)}", ylabel="{_with_unit(plot.y, plot.y_unit)}", '
+        f'title="{plot.value}")',
+        "plt.show()",
+    ]
+
+
+def _indented(lines: list[str]) -> str:
+    return "".join(f"    {line}\n" for line in lines)
 
 
 def _with_unit(name: str, unit: str) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import textwrap
 import unicodedata
 
 from engine import registry
-from engine.base import BaseParams, ChoiceSpec, NumberSpec
+from engine.base import BaseParams, ChoiceSpec, NumberSpec, TextSpec
 from engine.runner import RunSpec
 from export.flat import Flat, Section, flatten
 
@@ -118,9 +117,11 @@ def _bounds(params: BaseParams, name: str) -> str:
     spec, default = params.specs()[name], params.defaults()[name]
     if isinstance(spec, ChoiceSpec):
         return ", ".join(map(_python, spec.values))  # the first is the default
-    changed = f"; default {default!r}" if getattr(params, name) != default else ""
+    changed = f"; default {_python(default)}" if getattr(params, name) != default else ""
     if isinstance(spec, NumberSpec):
         return f"{'whole, ' if isinstance(default, int) else ''}{_short(spec.low)} to {_short(spec.high)}{changed}"
+    if isinstance(spec, TextSpec):
+        return f"1 to {spec.most} characters{changed}"
     return f"True or False{changed}"
 
 
@@ -129,5 +130,6 @@ def _short(value: float) -> str:
 
 
 def _python(value: object) -> str:
-    """A plain value as Python, strings in double quotes."""
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    """A plain value as Python, strings in double quotes where that costs no backslash."""
+    text = repr(value)
+    return f'"{text[1:-1]}"' if text.startswith("'") and '"' not in text else text

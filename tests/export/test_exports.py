@@ -1,0 +1,124 @@
+"""Exports of every experiment: they stand by themselves, and print the numbers of the app to the last digit."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine import registry
+from engine.runner import RunSpec, run_spec
+from export.notebook import notebook
+from export.script import script
+from tests.export.runs import WORDS, code_cells, expected, other_params
+
+NAMES = registry.names()
+NOTEBOOK_WORDS = WORDS | {"formula": "x^2", "language": "en"}
+ROOMS = ("app", "pages", "ui", "study", "export", "tools", "claims", "content", "engine", "bench", "tests")
+ABSENT = ("streamlit", "pandas", "yaml", "altair", "pydantic", "nbformat", "matplotlib")
+
+# Runs files one after the other, each as if it were started; what the project is and uses can't be imported.
+DRIVER = f"""
+import runpy, sys
+sys.modules.update(dict.fromkeys({ROOMS + ABSENT}))
+for path in sys.argv[1:]:
+    print("##", path)
+    runpy.run_path(path, run_name="__main__")
+"""
+
+
+def exported(name: str) -> dict[str, str]:
+    """Both exports of a run that is not the default one, as Python."""
+    spec = RunSpec(name, other_params(name), seed=5)
+    cells = code_cells(notebook(spec, **NOTEBOOK_WORDS))
+    return {"script.py": script(spec, **WORDS), "notebook.py": "\n\n".join(cells) + "\n"}
+
+
+def printed(folder: Path, *arguments: str) -> str:
+    """What an isolated Python prints in a folder; it may use as many threads as there are cores."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-I", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_prints_what_the_app_measures(name, tmp_path):
+    params = other_params(name)
+    assert sum(params[p] != d for p, d in registry.get(name).Params.defaults().items() if p in params) >= 2
+    first = RunSpec(name, params, seed=5)
+    second = RunSpec(name, params, seed=6)
+    third = RunSpec(name, params, seed=7, dtype="float64")
+    text = script(first, **WORDS)
+    assert text.count("\nSEED = 5\n") == 1
+    (tmp_path / "first.py").write_text(text, "utf-8")
+    (tmp_path / "second.py").write_text(text.replace("\nSEED = 5\n", "\nSEED = 6\n"), "utf-8")
+    (tmp_path / "third.py").write_text("\n\n".join(code_cells(notebook(third, **NOTEBOOK_WORDS))), "utf-8")
+    _, *outputs = printed(tmp_path, "-c", DRIVER, "first.py", "second.py", "third.py").split("## ")
+    lines = [output.splitlines()[2:] for output in outputs]  # behind the file's name and the run's
+    assert lines[0] == expected(first)
+    assert lines[1] == expected(second)
+    n_metrics = len(expected(third))
+    assert lines[2][:n_metrics] == expected(third)
+    plot = registry.get(name).plots[0]
+    table = run_spec(third).tables[plot.table]  # without matplotlib the numbers behind the chart are printed
+    rows = ["\t".join(map(str, row)) for row in zip(*table.values(), strict=True)]
+    assert lines[2][n_metrics:] == ["\t".join(table), *rows]
+
+
+def test_a_bare_python_runs_the_script(tmp_path):
+    # no machine has a hundredth GPU: the run falls back to the CPU, and says so
+    spec = RunSpec("qk_variance", {"d_k": 16, "n_pairs": 512}, seed=3, device="cuda:99")
+    (tmp_path / "script.py").write_text(script(spec, **WORDS), "utf-8")
+    run, *metrics = printed(tmp_path, "script.py").splitlines()
+    assert run.startswith("# seed 3, cpu, float32, torch 2.")
+    assert metrics == expected(RunSpec("qk_variance", {"d_k": 16, "n_pairs": 512}, seed=3))
+    assert os.listdir(tmp_path) == ["script.py"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exported_code_is_whole_and_tidy(name, tmp_path):
+    spec = RunSpec(name, other_params(name), seed=5)
+    (tmp_path / "script.py").write_text(script(spec, **WORDS), "utf-8")
+    (tmp_path / "notebook.ipynb").write_text(notebook(spec, **NOTEBOOK_WORDS), "utf-8")
+    for command in (["check", "--select", "F,E,W,I"], ["format", "--check"]):  # F: no name is missing, none is unused
+        ruff = [sys.executable, "-m", "ruff", *command, "--isolated", "--no-cache", "--line-length", "120", "."]
+        done = subprocess.run(ruff, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exported_code_imports_torch_and_numpy_alone(name):
+    for file, text in exported(name).items():
+        tree = ast.parse(text)
+        imported = {
+            module.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for module in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module])
+        }
+        optional = {"matplotlib"} if file == "notebook.py" else set()
+        assert imported - sys.stdlib_module_names == {"numpy", "torch"} | optional
+        at_top = {a.name for n in tree.body if isinstance(n, ast.Import) for a in n.names}
+        assert not at_top & {"matplotlib", "matplotlib.pyplot"}
+        assert not {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)} & {
+            "exec",
+            "eval",
+            "__import__",
+        }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_exported_that_nothing_uses(name):
+    tree = ast.parse(exported(name)["script.py"])
+    defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    assert defined - used == set()
+    assert not {"memory_bytes", "BUDGET_S", "PLOTS", "Stopwatch", "Plot"} & (defined | used)
+    assert not defined & set(dir(builtins))

@@ -17,6 +17,7 @@ from engine import registry
 from engine.base import ChoiceSpec, NumberSpec
 from engine.registry import Experiment
 
+RUN_COLUMN = "run"  # which run a row of a chart of several is from: ui/runs.py adds it
 UNITS = ("nats", "bytes", "s", "flop", "%")  # of engine.base.Metric; "1", of pure numbers, has no words
 INTERFACE = ("app.py", "pages", "ui", "study", "export")
 _CALL = re.compile(
@@ -74,6 +75,7 @@ def _names(page: Page, strings: Strings) -> Iterator[Problem]:
             {name for name, _, _ in uses}
             | (constants if section in ("names", "choices") else set())
             | (set(UNITS) if section == "units" else set())
+            | ({RUN_COLUMN} if section == "names" else set())
         )
         for name in have:
             if name not in used:

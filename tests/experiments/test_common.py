@@ -98,7 +98,9 @@ def test_declarations_need_no_torch():
 @every_experiment
 def test_parameters_do_not_take_the_names_of_a_run(name):
     # a run's own settings stand beside the parameters in a link and among the controls of the lab
-    assert not {"experiment", "seed", "device", "dtype", "lang", "pin", "sweep", "by", "metric", "seeds"} & set(registry.get(name).Params.specs())
+    assert not {"experiment", "seed", "device", "dtype", "lang", "pin", "sweep", "by", "metric", "seeds"} & set(
+        registry.get(name).Params.specs()
+    )
 
 
 @every_experiment

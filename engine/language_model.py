@@ -42,6 +42,8 @@ def shapes() -> dict[str, tuple[int, ...]]:
         "norm_1": (D_MODEL,),
         "W_q": (D_MODEL, D_MODEL),
         "W_k": (D_MODEL, D_MODEL),
+        "b_q": (D_MODEL,),
+        "b_k": (D_MODEL,),
         "W_v": (D_MODEL, D_MODEL),
         "W_o": (D_MODEL, D_MODEL),
         "norm_2": (D_MODEL,),
@@ -65,7 +67,7 @@ def draw_weights(generator: torch.Generator) -> dict[str, torch.Tensor]:
         if "norm" in name:
             drawn[name] = torch.ones(shape)
             continue
-        std = 1.0 if name == "embedding" else shape[1] ** -0.5
+        std = 1.0 if len(shape) == 1 or name == "embedding" else shape[1] ** -0.5
         if name.endswith(("W_o", "W_down")):
             std /= math.sqrt(2 * N_LAYERS)
         drawn[name] = std * torch.randn(shape, generator=generator)
@@ -170,6 +172,7 @@ def _pass(
     for layer in range(N_LAYERS):
         normed = norm(x, f"{layer}.norm_1")
         q, k, v = (heads(normed @ weights[f"{layer}.{name}"].mT) for name in ("W_q", "W_k", "W_v"))
+        q, k = (x + weights[f"{layer}.{name}"].unflatten(0, (N_HEADS, 1, D_K)) for x, name in ((q, "b_q"), (k, "b_k")))
         mixed = attend(layer, rotate(q, angles), rotate(k, angles), v)
         x = x + mixed.transpose(-3, -2).flatten(-2) @ weights[f"{layer}.W_o"].mT
         x = x + gelu(norm(x, f"{layer}.norm_2") @ weights[f"{layer}.W_up"].mT) @ weights[f"{layer}.W_down"].mT

@@ -7,6 +7,7 @@ but to find what followed last time.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 
@@ -19,7 +20,7 @@ NAMES = ("Ada", "Ben", "Chen", "Dora", "Emil", "Fay", "Gus", "Hana", "Ivo", "Jun
 THINGS = ("key", "lamp", "book", "cup", "coin", "rope", "map", "bell", "stone", "letter", "apple", "hat")
 COLOURS = ("red", "blue", "green", "old", "small", "round", "heavy", "clean")
 PLACES = ("garden", "kitchen", "attic", "boat", "barn", "tower", "shop", "cellar", "school", "forest")
-REPEATED = (4, 64)  # shortest and longest string that repeats
+REPEATED = (3, 64)  # shortest and longest string that repeats; short ones are as frequent as long ones
 
 
 def encode(text: str) -> list[int]:
@@ -106,6 +107,6 @@ def repeats(seed: int, length: int, *, period: int | None = None) -> Iterator[tu
     """Texts of ``length`` characters in which a random string repeats, and its own length: random, or ``period``."""
     draw = random.Random(seed)
     while True:
-        size = period or draw.randint(*REPEATED)
+        size = period or round(math.exp(draw.uniform(*map(math.log, REPEATED))))
         once = "".join(draw.choices(VOCABULARY[1:], k=size))
         yield (once * (length // size + 1))[:length], size

@@ -57,8 +57,8 @@ def shapes() -> dict[str, tuple[int, ...]]:
 def draw_weights(generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Weights before training: N(0, 1/fan_in), what writes into the residual stream divided by √(2 n_layers) on top.
 
-    The embedding is N(0, 1), so that a layer's output does not drown the token it is added to; gains are 1. With 0.02
-    throughout, as GPT-2 has it, no head of this narrow model found a repeated string within a thousand steps.
+    The embedding is N(0, 1), so that a layer's output does not drown the token it is added to, and so are the biases of
+    q and k: turned by the rotary angles they make each head prefer some distances from the start. Gains are 1.
     """
     import torch
 

@@ -23,7 +23,7 @@ from engine import corpus, language_model
 if TYPE_CHECKING:
     import torch
 
-STORIES_SHARE = 0.5  # of each batch; the rest are repeated strings
+STORIES_SHARE = 0.4  # of each batch; the rest are repeated strings
 HELD_OUT_SEED = 10**6  # no training seed is as high
 N_HELD_OUT = 32  # texts of each kind
 PERIOD = 64  # of the held-out strings
@@ -34,9 +34,9 @@ class Settings:
     """How long and how fast; ``learning_rate`` is reached after ``warm_up`` steps and falls to a tenth by a cosine."""
 
     seed: int = 0
-    steps: int = 6000
+    steps: int = 5000
     batch: int = 16
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     warm_up: int = 200
     weight_decay: float = 0.05
     every: int = 100  # steps between two points of the curve

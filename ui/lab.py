@@ -221,17 +221,19 @@ def _start_sweep(experiment: Experiment, setup: bench.Setup, purpose: str, over:
         return
 
     def work(handle: Handle) -> Sweep:
-        return runner.sweep(
-            experiment.name,
-            params,
-            over,
-            values,
-            tuple(range(SWEEP_SEEDS)),
-            device=setup.device,
-            dtype=setup.dtype,
-            on_progress=handle.progress,
-            check_stop=handle.check_stop,
-        )
+        with engine.many_runs() as executor:
+            return runner.sweep(
+                experiment.name,
+                params,
+                over,
+                values,
+                tuple(range(SWEEP_SEEDS)),
+                device=setup.device,
+                dtype=setup.dtype,
+                executor=executor,
+                on_progress=handle.progress,
+                check_stop=handle.check_stop,
+            )
 
     engine.submit(purpose, work, device=setup.device)
 

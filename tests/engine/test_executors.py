@@ -155,27 +155,34 @@ def test_processes_of_other_code_are_refused(processes, monkeypatch):
         map_runs(specs(2, SMALL), executor=processes)
 
 
-def test_what_runs_side_by_side_here_must_fit_together(monkeypatch):
-    running, most, lock = 0, 0, threading.Lock()
+class Watched(concurrent.futures.ThreadPoolExecutor):
+    """Threads that remember how many calls they had at once, begun or not."""
 
-    def counted(spec, on_progress=None, check_stop=None):
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        try:
-            return run_spec(spec)
-        finally:
-            with lock:
-                running -= 1
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.open = self.most = 0
+        self._counting = threading.Lock()
 
-    run_spec = runner.run_spec
-    monkeypatch.setattr(runner, "run_spec", counted)
-    needed = runner._Checked.of(specs(1, SMALL)[0]).needed_bytes
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        monkeypatch.setattr(runner.devices, "free_bytes", lambda device: int(1.5 * needed / runner.MEMORY_SHARE))
-        assert metrics(map_runs(specs(6, SMALL), executor=pool)) == plain_loop(specs(6, SMALL))
-    assert most == 1
+    def submit(self, call, /, *args, **kwargs):
+        self._count(1)
+        future = super().submit(call, *args, **kwargs)
+        future.add_done_callback(lambda done: self._count(-1))
+        return future
+
+    def _count(self, change: int) -> None:
+        with self._counting:
+            self.open += change
+            self.most = max(self.most, self.open)
+
+
+@pytest.mark.parametrize(("share", "most"), [(1.5, 1), (2.5, 2), (100, 6)])
+def test_what_runs_side_by_side_here_must_fit_together(monkeypatch, share, most):
+    asked = specs(6, SMALL)
+    needed = runner._Checked.of(asked[0]).needed_bytes
+    monkeypatch.setattr(runner.devices, "free_bytes", lambda device: int(share * needed / runner.MEMORY_SHARE))
+    with Watched() as pool:
+        assert metrics(map_runs(asked, executor=pool)) == plain_loop(asked)
+    assert pool.most == most
 
 
 # --------------------------------------------------------------------------------------------------------------------

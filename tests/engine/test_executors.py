@@ -158,9 +158,10 @@ def test_processes_of_other_code_are_refused(processes, monkeypatch):
 class Watched(concurrent.futures.ThreadPoolExecutor):
     """Threads that remember how many calls they had at once, begun or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: int) -> None:
         super().__init__(4)
         self.open = self.most = 0
+        self.wanted, self.reached = wanted, threading.Event()
         self._counting = threading.Lock()
 
     def submit(self, call, /, *args, **kwargs):
@@ -173,6 +174,8 @@ class Watched(concurrent.futures.ThreadPoolExecutor):
         with self._counting:
             self.open += change
             self.most = max(self.most, self.open)
+            if self.most >= self.wanted:
+                self.reached.set()
 
 
 @pytest.mark.parametrize(("share", "most"), [(1.5, 1), (2.5, 2), (100, 6)])
@@ -180,8 +183,11 @@ def test_what_runs_side_by_side_here_must_fit_together(monkeypatch, share, most)
     asked = specs(6, SMALL)
     needed = runner._Checked.of(asked[0]).needed_bytes
     monkeypatch.setattr(runner.devices, "free_bytes", lambda device: int(share * needed / runner.MEMORY_SHARE))
-    with Watched() as pool:
-        assert metrics(map_runs(asked, executor=pool)) == plain_loop(asked)
+    expected, run_spec = plain_loop(asked), runner.run_spec
+    with Watched(most) as pool:
+        # nothing is done before as many are handed out as may be
+        monkeypatch.setattr(runner, "run_spec", lambda *given: pool.reached.wait(PATIENCE_S) and run_spec(*given))
+        assert metrics(map_runs(asked, executor=pool)) == expected
     assert pool.most == most
 
 

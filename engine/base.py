@@ -136,6 +136,9 @@ class ParamsError(ValueError):
         super().__init__("; ".join(map(str, problems)))
         self.problems = problems
 
+    def __reduce__(self) -> Any:  # exceptions cross process borders too
+        return ParamsError, (self.problems,)
+
 
 def nearest(word: str, candidates: tuple[str, ...] | list[str]) -> str | None:
     """The candidate most like ``word``, or None when none comes near."""

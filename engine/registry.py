@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.base import BaseParams, Metric, Plot, Result, Run, nearest
 
@@ -21,6 +22,9 @@ class UnknownExperiment(LookupError):
         hint = f" (did you mean {near}?)" if near else ""
         super().__init__(f"got experiment {name!r}; engine/experiments has {', '.join(names())}{hint}")
         self.name, self.near = name, near
+
+    def __reduce__(self) -> Any:  # exceptions cross process borders too
+        return UnknownExperiment, (self.name,)
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,18 @@ import gc
 import itertools
 import logging
 import math
+import platform
 import threading
 import time
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from engine import devices, registry
+from engine import devices, executors, registry
 from engine.base import BaseParams, Result, Stopped, Table, make_run
 from engine.fingerprint import code_hash
 
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 MEMORY_SHARE = 0.9  # of what is free; the interpreter and the page need the rest
 CACHE_BYTES = 64 * 2**20
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of glibc's malloc.h
+ON_THIS_MACHINE = (concurrent.futures.ThreadPoolExecutor, concurrent.futures.ProcessPoolExecutor)
 
 
 class TooLarge(Exception):
@@ -163,8 +165,11 @@ class _Checked:
         needed = experiment.memory_bytes(params) * (2 if spec.dtype == "float64" else 1)
         return _Checked(experiment, params, device, key, needed)
 
+    def limit_bytes(self) -> int:
+        return int(devices.free_bytes(self.device) * MEMORY_SHARE)
+
     def refuse_if_too_large(self) -> None:
-        limit = int(devices.free_bytes(self.device) * MEMORY_SHARE)
+        limit = self.limit_bytes()
         if self.needed_bytes > limit:
             raise TooLarge(self.needed_bytes, limit, self.device.id)
 
@@ -253,18 +258,21 @@ def map_runs(
 ) -> list[Result]:
     """The result of each spec, in their order: one after the other here, or side by side in an executor.
 
-    Every spec is checked before the first one runs. The partial result that goes with the progress is the list of
-    leading results that are complete. A stop waits for nobody: what an executor has not begun is cancelled; what it is
-    computing stops at its next chunk in threads, and is left to end by itself in other processes.
+    Every spec is checked before the first one runs; whether it fits into the memory of another machine is checked
+    there. The partial result that goes with the progress is the list of leading results that are complete. A stop
+    waits for nobody: what an executor has not begun is cancelled; what it is computing stops at its next chunk in
+    threads, and is left to end by itself in other processes.
 
-    Raises: what :func:`run` raises, for the first spec that fails.
+    Raises: what :func:`run` raises, for the first spec that fails; WorkersLost and OtherCode of engine.executors.
     """
     report = on_progress or (lambda fraction, partial: None)
     checked = [_Checked.of(spec) for spec in specs]
-    for item in checked:
-        item.refuse_if_too_large()
+    if executor is None or isinstance(executor, ON_THIS_MACHINE):
+        for item in checked:
+            item.refuse_if_too_large()
     if executor is not None:
-        return _map_in(executor, specs, [item.key for item in checked], report, check_stop or (lambda: None))
+        with executors.explained():
+            return _map_in(executor, specs, checked, report, check_stop or (lambda: None))
     results: list[Result] = []
     for spec in specs:
 
@@ -289,29 +297,61 @@ def run_spec(spec: RunSpec, on_progress: OnProgress | None = None, check_stop: C
     )
 
 
+def run_as(spec: RunSpec, code: str) -> Result:
+    """:func:`run_spec` in another process or on another machine, which may have been started from another checkout.
+
+    Raises: OtherCode, before anything is computed, where the code is not ``code``, the :func:`code_of` who asks.
+    """
+    here = code_of(spec.experiment)
+    if here != code:
+        raise executors.OtherCode(platform.node(), here, code)
+    return run_spec(spec)
+
+
+def code_of(experiment: str) -> str:
+    """What decides the numbers of an experiment beside its parameters: its code, and the version of torch."""
+    import torch
+
+    version = str(torch.__version__).partition("+")[0]  # behind the plus stands what it was built for
+    return f"{experiment} {code_hash(experiment)} with torch {version}"
+
+
 def _map_in(
     executor: concurrent.futures.Executor,
     specs: Sequence[RunSpec],
-    keys: list[Key],
+    checked: list[_Checked],
     report: OnProgress,
     check_stop: CheckStop,
 ) -> list[Result]:
-    results = [cache.get(key) for key in keys]
-    here = isinstance(executor, concurrent.futures.ThreadPoolExecutor)  # threads can be handed the stop
-    futures = {
-        executor.submit(run_spec, specs[index], None, check_stop if here else None): index
-        for index, known in enumerate(results)
-        if known is None
-    }
-    waiting = set(futures)
+    results = [cache.get(item.key) for item in checked]
+    unasked = deque(index for index, known in enumerate(results) if known is None)
+    at_once = len(specs)
+    if isinstance(executor, ON_THIS_MACHINE):  # what runs side by side here holds its memory together
+        at_once = min([at_once, *(item.limit_bytes() // max(1, item.needed_bytes) for item in checked)])
+    asked: dict[concurrent.futures.Future[Result], int] = {}
+    waiting: set[concurrent.futures.Future[Result]] = set()
     try:
-        while waiting:
+        while unasked or waiting:
+            while unasked and len(waiting) < max(1, at_once):
+                index = unasked.popleft()
+                if isinstance(executor, concurrent.futures.ThreadPoolExecutor):  # threads can be handed the stop
+                    future = executor.submit(run_spec, specs[index], None, check_stop)
+                else:
+                    future = executor.submit(run_as, specs[index], code_of(specs[index].experiment))
+                asked[future] = index
+                waiting.add(future)
             done, waiting = concurrent.futures.wait(waiting, 0.1, concurrent.futures.FIRST_COMPLETED)
             for future in done:
-                results[futures[future]] = result = future.result()
-                cache.put(keys[futures[future]], result)
-            report(1 - len(waiting) / len(specs), list(itertools.takewhile(lambda known: known is not None, results)))
+                if not future.cancelled() and not future.exception():
+                    results[asked[future]] = future.result()
+                    cache.put(checked[asked[future]].key, future.result())
+            for future in sorted(done, key=asked.__getitem__):
+                future.result()  # the first error, after all that came back is kept
+            left = len(waiting) + len(unasked)
+            report(1 - left / len(specs), list(itertools.takewhile(lambda known: known is not None, results)))
             check_stop()
+            if isinstance(executor, executors.Cluster):
+                executor.check_workers()
     except BaseException:
         for future in waiting:
             future.cancel()

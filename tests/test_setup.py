@@ -455,7 +455,10 @@ def lines(name: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-test.txt"])
+REQUIREMENTS = ("requirements.txt", "requirements-test.txt", "requirements-cluster.txt")
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
 def test_each_dependency_has_its_reason_on_the_line(name):
     bare = [line for line in lines(name) if not line.startswith("--") and not re.search(r"\s# .{10,}", line)]
     assert bare == []
@@ -470,11 +473,7 @@ def test_pins():
 
 def test_constraints_cover_what_is_required_and_say_no_build():
     constraints = dict(line.split("==") for line in lines("constraints.txt"))
-    named = {
-        re.split(r"[<>=!~\s]", line)[0].lower()
-        for f in ("requirements.txt", "requirements-test.txt")
-        for line in lines(f)
-    }
+    named = {re.split(r"[<>=!~\s]", line)[0].lower() for f in REQUIREMENTS for line in lines(f)}
     assert named - {"--find-links"} <= {name.lower() for name in constraints}
     assert not any("+" in version for version in constraints.values())
 

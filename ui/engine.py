@@ -5,16 +5,19 @@ What is quick answers inside the script run; what is not becomes a job of the ru
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 import streamlit as st
 
-from engine import devices, runner
+from engine import devices, executors, runner
 from engine.base import Result, Stopped, Stopwatch
 from engine.runner import Handle, Job, RunSpec
 from ui import state
@@ -24,6 +27,8 @@ ABANDONED_S = 150  # a browser asks at least once a minute, also for a tab in th
 ACTIVE = ("waiting", "running")
 WAIT_S = 0.3  # how long a script run waits for a job just submitted: most single claims are done by then
 T = TypeVar("T")
+
+log = logging.getLogger("attention_interview_lab")
 
 _turn = threading.Lock()  # of the quick runs
 
@@ -93,6 +98,18 @@ def quick(spec: RunSpec) -> Result | None:
         return None
     finally:
         _turn.release()
+
+
+@contextlib.contextmanager
+def many_runs() -> Iterator[Executor | None]:
+    """What a job hands its many runs to: the cluster of who hosts this page, and without an answer from it, threads."""
+    with contextlib.ExitStack() as stack:
+        try:
+            pool = stack.enter_context(executors.executor())
+        except executors.ClusterUnavailable as error:
+            log.warning("computing here instead: %s", error)  # a reader can't mend it, and needs the result
+            pool = stack.enter_context(executors.executor("threads"))
+        yield pool
 
 
 def submit(

@@ -157,26 +157,28 @@ def _start(
             now = [(value, sweep)] if sweep is not None and sweep.values else []
             return Swept(over, by, (*done, *now), settings, left_out)
 
-        for value, values in lines:
-            before = sum(len(sweep.values) for _, sweep in done)
+        with engine.many_runs() as executor:
+            for value, values in lines:
+                before = sum(len(sweep.values) for _, sweep in done)
 
-            def report(
-                fraction: float, partial: Sweep, *, value: Any = value, before: int = before, n: int = len(values)
-            ) -> None:
-                handle.progress((before + fraction * n) / total, so_far(partial, value))
+                def report(
+                    fraction: float, partial: Sweep, *, value: Any = value, before: int = before, n: int = len(values)
+                ) -> None:
+                    handle.progress((before + fraction * n) / total, so_far(partial, value))
 
-            swept = runner.sweep(
-                experiment.name,
-                {**params, by: value} if by else params,
-                over,
-                values,
-                tuple(range(asked.seed, asked.seed + n_seeds)),
-                device=asked.device,
-                dtype=asked.dtype,
-                on_progress=report,
-                check_stop=handle.check_stop,
-            )
-            done.append((value, swept))
+                swept = runner.sweep(
+                    experiment.name,
+                    {**params, by: value} if by else params,
+                    over,
+                    values,
+                    tuple(range(asked.seed, asked.seed + n_seeds)),
+                    device=asked.device,
+                    dtype=asked.dtype,
+                    on_progress=report,
+                    check_stop=handle.check_stop,
+                    executor=executor,
+                )
+                done.append((value, swept))
         return so_far(None, None)
 
     engine.submit(purpose, work, device=asked.device)

@@ -8,6 +8,7 @@ import math
 from claims.bind import format_number
 from content.schema import ExperimentText, NameText, Text
 from engine.base import ParamsError, Problem
+from engine.executors import OtherCode, WorkersLost
 from engine.runner import OutOfMemory, TooLarge
 from ui import state
 from ui.deck import deck
@@ -115,6 +116,8 @@ def error(exception: BaseException) -> str:
         )
     if isinstance(exception, OutOfMemory):
         return t("out_of_memory", device=exception.device)
+    if isinstance(exception, WorkersLost | OtherCode):
+        return t("workers_failed")
     return t("run_failed", kind=type(exception).__name__)
 
 

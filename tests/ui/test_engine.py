@@ -1,11 +1,14 @@
 """Jobs as the pages use them: one a purpose, none lost, none left behind."""
 
+import logging
 import threading
 
 import pytest
 
+from engine import executors
+from engine.executors import OtherCode, WorkersLost
 from engine.runner import Jobs
-from ui import engine, state
+from ui import engine, state, text
 
 PATIENCE_S = 60  # a busy machine; nothing here waits that long unless it is broken
 
@@ -65,3 +68,20 @@ def test_a_job_ends_when_the_page_stops_asking_for_it(reader, monkeypatch):
     go_on.set()
     assert job.wait(PATIENCE_S)
     assert (job.state, job.reason) == ("stopped", "abandoned")
+
+
+def test_without_an_answer_from_the_cluster_a_page_computes_here(monkeypatch, caplog):
+    monkeypatch.delenv(executors.ADDRESS, raising=False)
+    with engine.many_runs() as here:
+        pass
+    monkeypatch.setenv(executors.ADDRESS, "tcp://127.0.0.1:port")
+    monkeypatch.setattr(executors, "ANSWER_S", 0.1)
+    with caplog.at_level(logging.WARNING), engine.many_runs() as instead:
+        assert type(instead) is type(here)
+    assert "computing here instead: cluster at tcp://127.0.0.1:port" in caplog.text
+
+
+@pytest.mark.parametrize("error", [WorkersLost("gone"), OtherCode("a host", "that", "this")])
+def test_failed_workers_are_told_to_the_reader(error, monkeypatch):
+    monkeypatch.setattr(state, "language", lambda: "zh")
+    assert text.error(error).startswith("负责计算的机器已断开")

@@ -285,15 +285,24 @@ def _draw(setup: Setup, experiment: Experiment, spec: RunSpec) -> None:
 def _keep_and_take(setup: Setup, experiment: Experiment, shown: Shown) -> None:
     """Of the Lab page: pin the run on show, take it home, go back to an earlier one."""
     with st.container(horizontal=True):
-        st.button(
-            t("pin"),
-            key=f"{setup.slot}-pin",
-            icon=":material/keep:",
-            help=t("pin_help", most=runs.MOST_PINS),
-            disabled=runs.full(setup.slot) or any(spec == shown.spec for spec, _ in runs.pins(setup.slot)),
-            on_click=runs.pin,
-            args=(setup.slot, shown.spec, shown.result),
-        )
+        if any(spec == shown.spec for spec, _ in runs.pins(setup.slot)):
+            st.button(
+                t("unpin_this"),
+                key=f"{setup.slot}-unpin",
+                icon=":material/keep_off:",
+                on_click=runs.unpin,
+                args=(setup.slot, shown.spec),
+            )
+        else:
+            st.button(
+                t("pin"),
+                key=f"{setup.slot}-pin",
+                icon=":material/keep:",
+                help=t("pin_help", most=runs.MOST_PINS),
+                disabled=runs.full(setup.slot),
+                on_click=runs.pin,
+                args=(setup.slot, shown.spec, shown.result),
+            )
         takehome.draw(experiment, shown.spec, shown.result.tables, place=PLACE)
     runs.history(experiment, setup.slot)
 
@@ -328,9 +337,7 @@ def _chart(setup: Setup, experiment: Experiment, result: Result, shown: Shown | 
         st.caption(text.say(words.plots[plot.name]))
     described = t("chart_of", name=text.say(words.plots[plot.name]))
     key, table = f"{setup.slot}-{plot.name}", result.tables[plot.table]
-    pinned = (
-        [(s, r) for s, r in runs.pins(setup.slot) if r is not None and plot.table in r.tables] if setup.of_lab else []
-    )
+    pinned = runs.beside(setup.slot, shown.spec, plot.table) if setup.of_lab and shown is not None else []
     if pinned and shown is not None and plot.mark != "heat":
         specs = [shown.spec, *(s for s, _ in pinned)]
         laid = [(f"{t('on_show')} · {runs.label(shown.spec, specs)}", table)]

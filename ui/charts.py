@@ -152,7 +152,8 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
         layers.append(law.encode(x=x, y=alt.Y(plot.theory, type="quantitative", title=words.y), **detail))
     chart = alt.layer(*layers) if len(layers) > 1 else layers[0]
     if plot.facet:
-        chart = chart.properties(width=150, height=HEIGHT * 0.6).facet(
+        # two beside each other fit a phone; small multiples can't follow the width of their place
+        chart = chart.properties(width=120, height=HEIGHT * 0.5).facet(
             facet=alt.Facet(plot.facet, type="nominal", title=None, sort=list(words.facets)), columns=2
         )
     else:

@@ -31,7 +31,7 @@ def draw() -> None:
         st.markdown(say(words.about))
         st.latex(words.formula)
         asked_for = engine.spec_of(name, setup.params, seed=setup.seed, device=setup.device, dtype=setup.dtype)
-        sweep.draw(experiment, asked_for)
+        sweep.draw(experiment, asked_for, setup.slot)
         _code(experiment)
 
 

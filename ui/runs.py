@@ -93,8 +93,7 @@ def label(spec: RunSpec, others: Sequence[RunSpec]) -> str:
         for name, value in parts.items()
         if any({**o.params, "seed": o.seed, "device": o.device, "dtype": o.dtype}[name] != value for o in others)
     ]
-    said = [f"{_word(name)} = {_value(parts[name])}" for name in varied]
-    return ", ".join(said) or t("as_pinned")
+    return ", ".join(f"{_word(name)} = {_value(parts[name])}" for name in varied)
 
 
 def _word(name: str) -> str:
@@ -185,6 +184,11 @@ def pins(slot: str) -> list[tuple[RunSpec, Result | None]]:
     return state.reader().pins.setdefault(slot, [])
 
 
+def beside(slot: str, now: RunSpec, table: str) -> list[tuple[RunSpec, Result]]:
+    """The pinned runs to lay beside the one on show: the others, as far as they have brought that table."""
+    return [(spec, r) for spec, r in pins(slot) if r is not None and table in r.tables and spec != now]
+
+
 def full(slot: str) -> bool:
     """Whether no more runs can be pinned."""
     return len(pins(slot)) >= MOST_PINS
@@ -271,7 +275,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 def draw_pins(experiment: Experiment, slot: str, now: tuple[RunSpec, Result]) -> None:
     """The numbers of the pinned runs beside those of the run on show, each with its button to let go."""
-    held = pins(slot)
+    held = [(spec, result) for spec, result in pins(slot) if spec != now[0]]
     if not held:
         return
     specs = [now[0], *(spec for spec, _ in held)]

@@ -43,8 +43,11 @@ class Swept:
         return table
 
 
-def draw(experiment: Experiment, asked: RunSpec) -> None:
-    """Choose what is swept, run it as a job, draw what is there. ``asked`` holds everything that is not swept."""
+def draw(experiment: Experiment, asked: RunSpec, slot: str) -> None:
+    """Choose what is swept, run it as a job, draw what is there.
+
+    ``asked`` holds all that is not swept, unless a control of the panel ``slot`` was moved since.
+    """
     if experiment.trains:
         return
     purpose = f"sweep:{experiment.name}"
@@ -53,10 +56,10 @@ def draw(experiment: Experiment, asked: RunSpec) -> None:
     st.caption(t("sweep_help"))
     running = engine.active_job(purpose) is not None
     with st.container(key=PLACE):
-        fragment(_panel, run_every=jobbar.POLL_S if running else None)(experiment, asked, purpose, running)
+        fragment(_panel, run_every=jobbar.POLL_S if running else None)(experiment, asked, slot, purpose, running)
 
 
-def _panel(experiment: Experiment, asked: RunSpec, purpose: str, polled: bool) -> None:
+def _panel(experiment: Experiment, asked: RunSpec, slot: str, purpose: str, polled: bool) -> None:
     specs = experiment.Params.specs()
     place = f"sweep/{experiment.name}"
     numbers = [n for n, s in specs.items() if isinstance(s, NumberSpec)]
@@ -79,7 +82,7 @@ def _panel(experiment: Experiment, asked: RunSpec, purpose: str, polled: bool) -
             icon=":material/play_arrow:",
             disabled=polled,
             on_click=_start,
-            args=(experiment, asked, place, purpose, over, by or None, int(n_seeds)),
+            args=(experiment, asked, slot, purpose, over, by or None, int(n_seeds)),
         )
     state.set_link(
         sweep=over if state.value_of(f"{place}:result") or state.link_value("sweep") else None,
@@ -87,7 +90,8 @@ def _panel(experiment: Experiment, asked: RunSpec, purpose: str, polled: bool) -
         metric=metric if metric != names[0] else None,
         seeds=str(n_seeds) if n_seeds != SEEDS else None,
     )
-    _start_from_link(experiment, asked, place, purpose, over, by or None, int(n_seeds))
+    if state.link_value("sweep") and state.value_of(f"{place}:begun") is None and engine.is_ready():
+        _start(experiment, asked, slot, purpose, over, by or None, int(n_seeds))  # a link that names one has it run
     job = engine.active_job(purpose)
     if job is not None:
         jobbar.draw(job)
@@ -123,20 +127,11 @@ def _link_seeds() -> int:
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def _start_from_link(
-    experiment: Experiment, asked: RunSpec, place: str, purpose: str, over: str, by: str | None, n_seeds: int
-) -> None:
-    """A link that names a sweep has it run, once a visit."""
-    if state.link_value("sweep") and state.value_of(f"{place}:begun") is None and engine.is_ready():
-        _start(experiment, asked, place, purpose, over, by, n_seeds)
-
-
 def _start(
-    experiment: Experiment, asked: RunSpec, place: str, purpose: str, over: str, by: str | None, n_seeds: int
+    experiment: Experiment, asked: RunSpec, slot: str, purpose: str, over: str, by: str | None, n_seeds: int
 ) -> None:
+    place = f"sweep/{experiment.name}"
     state.set_value(f"{place}:begun", True)
-    # the controls may have moved since the sweep's fragment was drawn
-    slot = f"lab/{experiment.name}"
     held = {n: v for n in asked.params if (v := state.control_value(slot, n)) is not None}
     params = {**asked.params, **held}
     groups = _few(experiment, by) if by else [None]

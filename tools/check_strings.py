@@ -17,7 +17,16 @@ from engine import registry
 from engine.base import ChoiceSpec, NumberSpec
 from engine.registry import Experiment
 
-UNITS = ("nats", "bytes", "s", "flop", "%")  # of engine.base.Metric; "1", of pure numbers, has no words
+UNITS = (
+    "nats",
+    "bytes",
+    "s",
+    "flop",
+    "flop/byte",
+    "flop/s",
+    "bytes/s",
+    "%",
+)  # of engine.base.Metric; "1", of pure numbers, has no words
 INTERFACE = ("app.py", "pages", "ui", "study", "export")
 _CALL = re.compile(
     r"""\bt\(\s*(["'])([A-Za-z][A-Za-z0-9_]*)\1\s*[,)]"""

@@ -140,7 +140,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
     layers.append(_mark(base, plot).encode(x=x, y=y, tooltip=tooltip, **series))
     if plot.theory:
         law = base.mark_line(strokeDash=[5, 4], strokeWidth=1.5, color=words.colour)
-        detail = {"detail": alt.Detail(plot.by, type="nominal")} if plot.by else {}
+        detail = {"detail": alt.Detail(plot.by, type="nominal")} if plot.by and not plot.one_law else {}
         layers.append(law.encode(x=x, y=alt.Y(plot.theory, type="quantitative", title=words.y), **detail))
     chart = alt.layer(*layers) if len(layers) > 1 else layers[0]
     if plot.facet:

@@ -187,3 +187,23 @@ def gradient_signal(p: Any, run: Run) -> Any:
     weights = torch.softmax((q_in @ W_q.mT) @ (slots @ W_k.mT).mT, -1)
     gradients = torch.autograd.grad((weights @ (slots @ W_v.mT) * g).sum(), [W_q, W_v])
     return [gradient.flatten(1) @ gradient.flatten(1).mT for gradient in gradients]
+
+
+def roofline(p: Any, run: Run) -> Any:
+    """Both phases of MHA, GQA and MQA, each four times in two ways; before a decode 32 MiB are written."""
+    import torch
+
+    displaced, found = torch.empty(2**23), []
+    for q_len in (1, p.kv_len):
+        for n_kv_heads in sorted({1, p.n_kv_heads, p.n_heads}):
+            q = torch.arange(p.batch * p.n_heads * q_len * p.d_k).sin().view(p.batch, n_kv_heads, -1, p.d_k)
+            kv = torch.arange(2 * p.batch * n_kv_heads * p.kv_len * p.d_k).sin()
+            k, v = kv.view(2, p.batch, n_kv_heads, p.kv_len, p.d_k)
+            for _ in range(4):
+                if q_len == 1:
+                    displaced.fill_(0)
+                found.append(torch.softmax(q @ k.mT * p.d_k**-0.5, -1) @ v)
+                if q_len == 1:
+                    displaced.fill_(0)
+                found.append(torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    return found

@@ -231,10 +231,19 @@ def _check(name: str, value: object, spec: Spec, default: object) -> Problem | N
 
 @dataclass(frozen=True)
 class Metric:
-    """One number that a run measures. ``unit`` is "1", "nats", "bytes", "s", "flop" or "%"."""
+    """One number that a run measures.
+
+    ``unit`` is "1", "nats", "bytes", "s", "flop", "flop/byte", "flop/s", "bytes/s" or "%".
+
+    ``measured``: a time that was taken, or follows from one. It is of this device at that moment, and no seed decides
+    it. So such a result is measured anew for everyone who asks, here and by itself; and a claim about it must be an
+    ``observation``, bounded on one side with a large margin: a narrow bound would fail on the next machine, and with no
+    claim at all a sentence on speed would stand without its measurement.
+    """
 
     name: str
     unit: str = "1"
+    measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -246,6 +255,9 @@ class Plot:
     ``by``      column that splits the rows into series; ``facet`` column that splits them into small multiples
     ``low``, ``high``   columns of a band around y
     ``theory``  column with the law to compare with, drawn as a dashed line
+    ``one_law``  the law is the same for all series: one line through all rows, not one for each of them
+    ``measured``  columns with times that were taken, or what follows from them, as in :class:`Metric`; columns that
+                are called like a measured metric are so by themselves
     """
 
     name: str
@@ -263,6 +275,8 @@ class Plot:
     y_scale: Literal["linear", "log2", "log10"] = "linear"
     x_unit: str = "1"
     y_unit: str = "1"
+    one_law: bool = False
+    measured: tuple[str, ...] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -45,6 +45,16 @@ class Experiment:
     def metric_names(self) -> tuple[str, ...]:
         return tuple(m.name for m in self.metrics)
 
+    @property
+    def measures_time(self) -> bool:
+        """Whether a result holds times that were taken, which another run would not repeat."""
+        return any(m.measured for m in self.metrics)
+
+    def measured_columns(self, table: str) -> frozenset[str]:
+        """Columns of a table that no seed decides."""
+        by_plots = {column for plot in self.plots if plot.table == table for column in plot.measured}
+        return frozenset(by_plots | {m.name for m in self.metrics if m.measured})
+
     def metric(self, name: str) -> Metric:
         """The declaration of one metric; KeyError with the names when there is none."""
         for m in self.metrics:

@@ -183,13 +183,18 @@ def run(
     dtype: str = "float32",
     on_progress: OnProgress | None = None,
     check_stop: CheckStop | None = None,
-    cached: bool = True,
+    cached: bool | None = None,
 ) -> Result:
     """Run an experiment once; a complete result that is already known is returned as it is when ``cached``.
+
+    None stands for yes, save where times are measured: another run's may be of a busier moment, and two runs that agree
+    to the last digit would look like a steadiness that is not there.
 
     Raises: UnknownExperiment, ParamsError, UnknownDevice, UnsupportedDtype, TooLarge, OutOfMemory, Stopped.
     """
     checked = _Checked.of(RunSpec(name, params, seed, device, dtype))
+    if cached is None:
+        cached = not checked.experiment.measures_time
     if cached and (known := cache.get(checked.key)):
         return known
     checked.refuse_if_too_large()
@@ -261,12 +266,15 @@ def map_runs(
     Every spec is checked before the first one runs; whether it fits into the memory of another machine is checked
     there. The partial result that goes with the progress is the list of leading results that are complete. A stop
     waits for nobody: what an executor has not begun is cancelled; what it is computing stops at its next chunk in
-    threads, and is left to end by itself in other processes.
+    threads, and is left to end by itself in other processes. What measures times runs here, one after the other: side
+    by side the runs would slow each other down, and elsewhere they would measure another device.
 
     Raises: what :func:`run` raises, for the first spec that fails; WorkersLost and OtherCode of engine.executors.
     """
     report = on_progress or (lambda fraction, partial: None)
     checked = [_Checked.of(spec) for spec in specs]
+    if any(item.experiment.measures_time for item in checked):
+        executor = None
     if executor is None or isinstance(executor, ON_THIS_MACHINE):
         for item in checked:
             item.refuse_if_too_large()

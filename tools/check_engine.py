@@ -91,10 +91,15 @@ def _claim(page: Page, path: Path, claim: Claim) -> None:
                 f"got {claim.expect.kind} for {unit}; a count is exact, write {exact}: and the number or its "
                 "arithmetic",
             )
-        if unit == "s" and not claim.observation:
+        compared = str((claim.versus or {}).get("metric", claim.metric))
+        timed = [
+            m.name for m in experiment.metrics if m.name in (claim.metric, compared) and (m.measured or m.unit == "s")
+        ]
+        if timed and not claim.observation:
             page.error(
                 path,
-                f"{claim.metric} is a time; write `observation: true`, and a bound on one side with a large margin",
+                f"{timed[0]} is a time, or follows from one; write `observation: true`, and a bound on one side with a "
+                "large margin",
             )
 
 

@@ -18,7 +18,16 @@ from engine.base import ChoiceSpec, NumberSpec
 from engine.registry import Experiment
 
 RUN_COLUMN = "run"  # which run a row of a chart of several is from: ui/runs.py adds it
-UNITS = ("nats", "bytes", "s", "flop", "%")  # of engine.base.Metric; "1", of pure numbers, has no words
+UNITS = (
+    "nats",
+    "bytes",
+    "s",
+    "flop",
+    "flop/byte",
+    "flop/s",
+    "bytes/s",
+    "%",
+)  # of engine.base.Metric; "1", of pure numbers, has no words
 INTERFACE = ("app.py", "pages", "ui", "study", "export")
 _CALL = re.compile(
     r"""\bt\(\s*(["'])([A-Za-z][A-Za-z0-9_]*)\1\s*[,)]"""

@@ -20,6 +20,7 @@ from ui import text
 HEIGHT = 330  # legend and titles included; some 260 are left for the plot
 MAX_ROWS = 4000
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 4], [10, 4])  # a second sign beside the colour
+RATES = ("flop/s", "bytes/s")  # said with prefixes: 30G, not 30000000000
 TEXT_COLOUR = {"light": "#1F2328", "dark": "#E6E4DF"}
 
 
@@ -107,7 +108,11 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
         else alt.X(plot.x, type="quantitative", title=words.x, scale=_scale(plot.x_scale), axis=_axis(plot.x_scale))
     )
     y = alt.Y(
-        plot.y, type="quantitative", title=words.y, scale=_scale(plot.y_scale, mark=plot.mark), axis=_axis(plot.y_scale)
+        plot.y,
+        type="quantitative",
+        title=words.y,
+        scale=_scale(plot.y_scale, mark=plot.mark),
+        axis=_axis(plot.y_scale, plot.y_unit),
     )
     tooltip = [alt.Tooltip(plot.x, type="nominal" if words.x_is_text else "quantitative", title=words.x)]
     tooltip.append(alt.Tooltip(plot.y, type="quantitative", title=words.y, format=".4~g"))
@@ -148,7 +153,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
     layers.append(_mark(base, plot).encode(x=x, y=y, tooltip=tooltip, **series))
     if plot.theory:
         law = base.mark_line(strokeDash=[5, 4], strokeWidth=1.5, color=words.colour)
-        detail = {"detail": alt.Detail(plot.by, type="nominal")} if plot.by else {}
+        detail = {"detail": alt.Detail(plot.by, type="nominal")} if plot.by and not plot.one_law else {}
         layers.append(law.encode(x=x, y=alt.Y(plot.theory, type="quantitative", title=words.y), **detail))
     chart = alt.layer(*layers) if len(layers) > 1 else layers[0]
     if plot.facet:
@@ -214,9 +219,11 @@ def _scale(kind: str, mark: str = "line") -> Any:
     return alt.Scale(type="log", base=2 if kind == "log2" else 10, nice=False)
 
 
-def _axis(kind: str) -> Any:
+def _axis(kind: str, unit: str = "1") -> Any:
     import altair as alt
 
+    if unit in RATES:
+        return alt.Axis(format="~s", grid=True, tickCount=6)
     if kind == "log10":
         return alt.Axis(format="~g", grid=True, tickCount=6)
     return alt.Axis(grid=True, tickCount=6)

@@ -40,11 +40,14 @@ class Params(BaseParams):
     on: bool = flag(False)
 
 
+ONE_METRIC = (Metric("value"),)
+
+
 @pytest.fixture
 def pretend(monkeypatch):
     """Let the registry know an experiment "pretended" whose run is given; returns the list of its calls."""
 
-    def install(body=None, *, memory_bytes=lambda params: 1000):
+    def install(body=None, *, memory_bytes=lambda params: 1000, metrics=ONE_METRIC):
         calls = []
 
         def experiment_run(params, run):
@@ -55,7 +58,7 @@ def pretend(monkeypatch):
             return Result({"value": value}, {"t": {"x": np.arange(params.size), "y": np.ones(params.size)}})
 
         found = registry.Experiment(
-            "pretended", Params, (Metric("value"),), (), 0.1, False, memory_bytes, experiment_run, registry.FOLDER
+            "pretended", Params, metrics, (), 0.1, False, memory_bytes, experiment_run, registry.FOLDER
         )
         get = registry.get
         monkeypatch.setattr(registry, "get", lambda name: found if name == "pretended" else get(name))
@@ -378,6 +381,27 @@ def test_a_map_is_refused_as_a_whole_when_one_run_does_not_fit(pretend):
     with pytest.raises(TooLarge):
         map_runs([RunSpec("pretended", {"size": size}, 0) for size in (1, 2, 3)])
     assert calls == []
+
+
+def test_measured_times_are_measured_anew_for_everyone(pretend):
+    taken = iter(range(100))
+    body = lambda params, run: Result({"value": 1.0, "time_s": float(next(taken))})  # noqa: E731
+    pretend(body, metrics=(Metric("value"), Metric("time_s", "s", measured=True)))
+    assert [run("pretended", {}).metrics["time_s"] for _ in range(3)] == [0, 1, 2]
+    assert run("pretended", {}, cached=True).metrics["time_s"] == 2  # unless the known one is asked for
+    assert run("pretended", {}, cached=False).metrics["time_s"] == 3
+    swept = sweep("pretended", {}, "size", (1, 2), (0, 1))
+    assert swept.metrics["time_s"].tolist() == [[4, 5], [6, 7]]
+
+
+def test_measured_times_are_taken_here_and_one_by_one(pretend):
+    pretend(
+        lambda params, run: Result({"time_s": float(threading.get_ident())}),
+        metrics=(Metric("time_s", "s", measured=True),),
+    )
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        results = map_runs([RunSpec("pretended", {"size": n}, 0) for n in (1, 2, 3)], executor=pool)
+    assert {result.metrics["time_s"] for result in results} == {float(threading.get_ident())}
 
 
 class Elsewhere(concurrent.futures.Executor):

@@ -286,7 +286,30 @@ def test_counts_are_exact_and_times_are_observations(counted, tmp_path):
         m.startswith("claims[2].expect: got ratio_approx for bytes; a count is exact, write ratio_equals:")
         for m in messages
     )
-    assert any(m.startswith("claims[4]: logits_mean is a time; write `observation: true`") for m in messages)
+    time = "claims[4]: logits_mean is a time, or follows from one; write `observation: true`"
+    assert any(m.startswith(time) for m in messages)
+
+
+@pytest.mark.parametrize(
+    ("measured", "edits", "wanted"),
+    [
+        ("logits_mean", [], "claims[4]"),
+        (
+            "theory_std",
+            [("    versus: {d_k: 64}", "    versus: {metric: theory_std}")],
+            "claims[2]",
+        ),  # compared with it
+    ],
+)
+def test_what_follows_from_a_time_is_an_observation_too(monkeypatch, tmp_path, measured, edits, wanted):
+    from dataclasses import replace
+
+    real = registry.get("qk_variance")
+    metrics = tuple(replace(m, measured=m.name == measured) for m in real.metrics)
+    monkeypatch.setattr(registry, "get", lambda name: replace(real, metrics=metrics))
+    found = [p for p in check(folder(tmp_path, edited(*edits))) if "follows from one" in p.message]
+    assert [p.where for p in found] == [wanted]
+    assert found[0].message.startswith(f"{measured} is a time")
 
 
 def test_sources_that_the_engine_names_are_listed():

@@ -1,0 +1,23 @@
+"""charts.py: what a plot's declaration becomes in Vega-Lite."""
+
+import pytest
+
+from engine.base import Plot
+from ui import charts
+
+WORDS = charts._Words("x", "y", "series", "law", ("a", "b"), (), False, "#000000")
+
+
+@pytest.mark.parametrize("one_law", [True, False])
+def test_a_law_is_drawn_once_for_all_series_or_once_for_each(one_law):
+    plot = Plot("p", table="t", x="x", y="y", by="series", theory="law", mark="point", one_law=one_law)
+    points, law = charts.spec(plot, WORDS)["layer"]
+    assert points["encoding"]["color"]["field"] == "series"
+    assert law["encoding"]["y"]["field"] == "law"
+    assert points["encoding"]["y"]["axis"].get("format") is None
+    assert ("detail" in law["encoding"]) is not one_law
+
+
+def test_rates_have_prefixes():
+    plot = Plot("p", table="t", x="x", y="y", y_scale="log10", y_unit="flop/s")
+    assert charts.spec(plot, WORDS)["encoding"]["y"]["axis"]["format"] == "~s"

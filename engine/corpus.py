@@ -20,7 +20,7 @@ NAMES = ("Ada", "Ben", "Chen", "Dora", "Emil", "Fay", "Gus", "Hana", "Ivo", "Jun
 THINGS = ("key", "lamp", "book", "cup", "coin", "rope", "map", "bell", "stone", "letter", "apple", "hat")
 COLOURS = ("red", "blue", "green", "old", "small", "round", "heavy", "clean")
 PLACES = ("garden", "kitchen", "attic", "boat", "barn", "tower", "shop", "cellar", "school", "forest")
-REPEATED = (3, 64)  # shortest and longest string that repeats; short ones are as frequent as long ones
+REPEATED = (3, 32)  # shortest and longest string that repeats; short ones are as frequent as long ones
 
 
 def encode(text: str) -> list[int]:

@@ -10,6 +10,7 @@ What it is good for and what not: engine/trained/README.md.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,9 +29,10 @@ N_HEADS = 4
 D_MODEL = 128
 D_K = D_MODEL // N_HEADS
 D_FF = 4 * D_MODEL
-SEQ_LEN = 256  # longest text; rotary positions would go on, but were never trained there
+SEQ_LEN = 128  # longest text; rotary positions would go on, but were never trained there
 FILES = ("trained/model.npz",)
 FILE = data_file(FILES[0])
+SHA256 = ""  # of FILE; code that runs another model is other code, and its receipts become stale
 
 Weights = Mapping[str, "torch.Tensor"]
 Edit = Callable[[int, "torch.Tensor"], "torch.Tensor"]
@@ -74,17 +76,27 @@ def draw_weights(generator: torch.Generator) -> dict[str, torch.Tensor]:
     return drawn
 
 
+class DamagedWeights(OSError):
+    """The file of the weights is not the one that this code was written for."""
+
+
 @functools.cache
 def _from_file() -> dict[str, torch.Tensor]:
     import numpy as np
     import torch
 
+    found = hashlib.sha256(FILE.read_bytes()).hexdigest()
+    if found != SHA256:
+        raise DamagedWeights(f"{FILE}: got SHA-256 {found}, wanted {SHA256}; restore the file from the repository")
     with np.load(FILE, allow_pickle=False) as stored:
         return {name: torch.from_numpy(stored[name].astype(np.float32)) for name in shapes()}
 
 
 def load_weights(device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """The trained weights, stored in 16 bits, as float32 or ``dtype``. Shared: don't write to them."""
+    """The trained weights, stored in 16 bits, as float32 or ``dtype``. Shared: don't write to them.
+
+    Raises: DamagedWeights.
+    """
     return {name: weight.to(device, dtype or weight.dtype) for name, weight in _from_file().items()}
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STORIES_SHARE = 0.4  # of each batch; the rest are repeated strings
 HELD_OUT_SEED = 10**6  # no training seed is as high
 N_HELD_OUT = 32  # texts of each kind
-PERIOD = 64  # of the held-out strings
+PERIOD = 24  # of the held-out strings
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Settings:
     """How long and how fast; ``learning_rate`` is reached after ``warm_up`` steps and falls to a tenth by a cosine."""
 
     seed: int = 0
-    steps: int = 5000
-    batch: int = 16
+    steps: int = 4000
+    batch: int = 32
     learning_rate: float = 3e-3
     warm_up: int = 200
     weight_decay: float = 0.05

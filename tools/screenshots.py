@@ -1,7 +1,7 @@
 """Screenshots of pages in both languages, light and dark, on a phone and on a wide screen, for people to look at.
 
-    python -m tools.screenshots                                      every page
-    python -m tools.screenshots "cards?card=sdpa-scale-sqrt-dk" --languages zh --schemes dark --widths 390
+    python tools/screenshots.py                                      every page
+    python tools/screenshots.py "cards?card=sdpa-scale-sqrt-dk" --languages zh --schemes dark --widths 390
 
 One server serves them all. The pictures show the whole page; --window shows only what the first window of it shows.
 """
@@ -9,15 +9,20 @@ One server serves them all. The pictures show the whole page; --window shows onl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from tools.browser import Visit, context, launch, serve
 from tools.setup_env import ROOT
 
+SETTLE_S = 20
 TALLEST = 16_000  # px; Chromium draws no picture much taller
 
 
@@ -28,8 +33,15 @@ def all_pages() -> list[str]:
 
 def shoot(visit: Visit, link: str, language: str, target: Path, *, whole: bool) -> list[str]:
     """Open a link, write its picture, and return what is wrong with the page."""
+    from playwright.sync_api import TimeoutError as Late
+
     parts = urlsplit(link)
     visit.goto(parts.path, **{**dict(parse_qsl(parts.query)), "lang": language})
+    # what is computed after the first paint belongs into the picture; a page that goes on for long is shown at work
+    for waiting in ("stSkeleton", "stProgress"):
+        with contextlib.suppress(Late):
+            visit.page.get_by_test_id(waiting).first.wait_for(state="detached", timeout=1000 * SETTLE_S)
+    visit.idle()
     window = visit.page.viewport_size
     if whole and window is not None:
         height = min(TALLEST, max(window["height"], visit.height()))

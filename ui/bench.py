@@ -441,8 +441,9 @@ def _details(setup: Setup, experiment: Experiment, result: Result) -> None:
         st.dataframe(
             {t("metric"): list(rows), t("value"): list(rows.values())}, hide_index=True, key=f"{setup.slot}-metrics"
         )
+        first = {plot.table: plot for plot in reversed(experiment.plots)}  # several plots may draw one table
         for plot in experiment.plots:
-            if plot.table in result.tables:
+            if plot.table in result.tables and first[plot.table] is plot:
                 st.caption(text.say(text.experiment(experiment.name).plots[plot.name]))
                 st.dataframe(
                     charts.as_frame(plot, result.tables[plot.table]),

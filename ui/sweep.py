@@ -36,11 +36,23 @@ class Swept:
         """Columns ``over``, ``by`` where there is one, the metric's mean, low and high."""
         parts = [sweep.table(metric) for _, sweep in self.lines]
         table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        table[metric] = table.pop("mean")
+        series = {}
         if self.by:
-            named = [[_word(value)] * len(part[self.over]) for (value, _), part in zip(self.lines, parts, strict=True)]
-            table[self.by] = np.concatenate(named)
-        return table
+            named = [
+                [self._line(value)] * len(part[self.over]) for (value, _), part in zip(self.lines, parts, strict=True)
+            ]
+            series = {self.by: np.concatenate(named)}
+        return {
+            self.over: table[self.over],
+            **series,
+            metric: table["mean"],
+            "low": table["low"],
+            "high": table["high"],
+        }
+
+    def _line(self, value: Any) -> str:
+        """A line in the legend: a choice speaks for itself, a number or switch needs its name."""
+        return _word(value) if isinstance(value, str) else f"{_plain(self.by or '')} = {_word(value)}"
 
 
 def draw(experiment: Experiment, asked: RunSpec, slot: str) -> None:
@@ -52,10 +64,11 @@ def draw(experiment: Experiment, asked: RunSpec, slot: str) -> None:
         return
     purpose = f"sweep:{experiment.name}"
     state.reader().drawn_jobs.add(purpose)
-    st.subheader(t("sweep"), anchor=False)
-    st.caption(t("sweep_help"))
     running = engine.active_job(purpose) is not None
-    with st.container(key=PLACE):
+    # on a phone this stands above the panel: closed, it is one line
+    asked_for = running or state.link_value("sweep") is not None
+    with st.expander(t("sweep"), icon=":material/query_stats:", expanded=asked_for), st.container(key=PLACE):
+        st.caption(t("sweep_help"))
         fragment(_panel, run_every=jobbar.POLL_S if running else None)(experiment, asked, slot, purpose, running)
 
 
@@ -72,9 +85,10 @@ def _panel(experiment: Experiment, asked: RunSpec, slot: str, purpose: str, poll
         by = widgets.listed(
             t("sweep_by"), ["", *others], f"{place}.by", _or_nothing, start=state.link_value("by", others) or ""
         )
-        metric = widgets.listed(
-            t("metric"), names, f"{place}.metric", _plain, start=state.link_value("metric", names) or names[0]
-        )
+    metric = widgets.listed(
+        t("metric"), names, f"{place}.metric", _plain, start=state.link_value("metric", names) or names[0]
+    )
+    with st.container(horizontal=True, vertical_alignment="bottom"):
         n_seeds = st.number_input(t("seeds"), 1, MOST_SEEDS, _link_seeds(), key=f"{place}.seeds", width=110)
         st.button(
             t("run_sweep"),
@@ -237,7 +251,7 @@ def _draw(experiment: Experiment, result: Swept, metric: str, place: str) -> Non
         by=result.by,
         low="low",
         high="high",
-        x_scale="log2" if spec.log2 else "linear",
+        x_scale="log2" if spec.log2 else "log10" if widgets.is_wide(spec) else "linear",
         x_unit=spec.unit,
         y_unit=unit,
     )

@@ -107,7 +107,7 @@ def _number(slot: str, field: str, spec: NumberSpec, start: float, on_change: Ca
         )
     elif spec.step:
         low, high, step = float(spec.low), float(spec.high), float(spec.step)
-        st.slider(label, low, high, float(start), key=key, step=step, help=help_text, on_change=on_change)
+        st.slider(label, low, high, float(start), key=key, step=step, format="%g", help=help_text, on_change=on_change)
     else:
         st.number_input(
             label,
@@ -145,11 +145,24 @@ def _choice(slot: str, field: str, spec: ChoiceSpec, start: str, on_change: Call
         listed(label, spec.values, key, words, start=start, then=on_change, help=help_text)
 
 
-def sweep_values(spec: NumberSpec, whole: bool, most: int = 9) -> list[Any]:
-    """At most ``most`` values over the range of a parameter: powers of two where the control moves by them."""
+def sweep_values(spec: NumberSpec, whole: bool, most: int = 13) -> list[Any]:
+    """At most ``most`` values over the range of a parameter, each of them a place of its control.
+
+    Powers of two where the control moves by them; else evenly, or evenly in the logarithm over a range of a hundred.
+    """
     if spec.log2:
-        values = _powers_of_two(spec, whole, set())
-        step = math.ceil(len(values) / most)
-        return values[::step]
-    values = [spec.low + (spec.high - spec.low) * i / (most - 1) for i in range(most)]
-    return sorted({round(v) for v in values}) if whole else values
+        powers = _powers_of_two(spec, whole, set())
+        n = min(most, len(powers))
+        return [powers[round(i * (len(powers) - 1) / max(1, n - 1))] for i in range(n)]
+    low, high = float(spec.low), float(spec.high)
+    shares = [i / (most - 1) for i in range(most)]
+    values = [low * (high / low) ** s if is_wide(spec) else low + (high - low) * s for s in shares]
+    step = spec.step or (1 if whole else 0)
+    if step:
+        values = [round(low + round((v - low) / step) * step, 12) for v in values]
+    return sorted({round(v) if whole else v for v in values})
+
+
+def is_wide(spec: NumberSpec) -> bool:
+    """Whether a range spans a factor of a hundred, so that even values would leave out its lower part."""
+    return spec.low > 0 and spec.high / spec.low >= 100

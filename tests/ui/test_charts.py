@@ -5,7 +5,9 @@ import pytest
 from engine.base import Plot
 from ui import charts
 
-WORDS = charts._Words("x", "y", "series", "law", ("a", "b"), (), False, "#000000")
+WORDS = charts._Words(
+    x="x", y="y", by="series", theory="law", value="", series=("a", "b"), facets=(), x_is_text=False, colour="#000000"
+)
 
 
 @pytest.mark.parametrize("one_law", [True, False])

@@ -21,6 +21,7 @@ import yaml
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
+from bench import bare
 from content.schema import LANGUAGES, Strings
 from engine import registry
 from engine.base import ChoiceSpec, FlagSpec, NumberSpec, ParamsError, Result, Stopped, TextSpec, make_run
@@ -80,11 +81,16 @@ every_experiment = pytest.mark.parametrize("name", NAMES)
 
 
 @every_experiment
+def test_the_benchmark_knows_its_bare_operations(name):
+    assert registry.get(name).trains or hasattr(bare, name), f"bench/bare.py has no function {name}"
+
+
+@every_experiment
 def test_public_names_are_those_of_the_contract(name):
     tree = ast.parse(registry.get(name).path.read_text("utf-8"))
     assert ast.get_docstring(tree)
     defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name[0] != "_"}
-    assert defined == {"Params", "memory_bytes", "run"}
+    assert defined == {"Params", "memory_bytes", "run"}, "helpers begin with an underscore"
     assigned = {
         name.id
         for node in tree.body
@@ -395,7 +401,7 @@ def test_every_name_has_words(name, strings):
     series = {str(v) for t in result.tables.values() for c in t.values() if c.dtype.kind == "U" for v in c}
     values = {v for s in experiment.Params.specs().values() if isinstance(s, ChoiceSpec) for v in s.values}
     spoken = {value for value in series | values if not value[0].isupper()}  # W_q is a symbol, the same in any language
-    assert spoken - set(strings.choices) == set()
+    assert spoken - set(strings.choices) == set(), "words under `choices` in content/strings.yaml"
 
 
 @every_experiment

@@ -32,7 +32,8 @@ D_FF = 4 * D_MODEL
 SEQ_LEN = 128  # longest text; rotary positions would go on, but were never trained there
 FILES = ("trained/model.npz",)
 FILE = data_file(FILES[0])
-SHA256 = "039fb8148c46e2d16180f4773daa050eba62af1235e8a738848345629e317304"  # of FILE; code that runs another model is other code, and its receipts become stale
+# Of FILE. Code that runs another model is other code, and its receipts become stale.
+SHA256 = "039fb8148c46e2d16180f4773daa050eba62af1235e8a738848345629e317304"
 
 Weights = Mapping[str, "torch.Tensor"]
 Edit = Callable[[int, "torch.Tensor"], "torch.Tensor"]

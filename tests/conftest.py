@@ -13,6 +13,7 @@ SLOW = (
     "[scale_training",
     "[fold_scale-steps",
     "test_the_deck_is_clean",
+    "test_training_learns_and",
     "test_executors.py",
     "test_the_estimate_holds_where",
     "test_an_export_prints_what_the_app_measures",

@@ -206,4 +206,49 @@ def roofline(p: Any, run: Run) -> Any:
                 if q_len == 1:
                     displaced.fill_(0)
                 found.append(torch.nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+def trained_logits(p: Any, run: Run) -> Any:
+    """The language model's loss at ten factors, its steps at the eleventh, and the rows of two sets of vectors."""
+    import torch
+
+    from engine import language_model as model
+
+    weights = model.load_weights(run.device, run.dtype)
+    tokens = torch.randint(model.N_TOKENS, (p.n_texts, p.seq_len), generator=run.generator)
+    causal = torch.full((p.seq_len, p.seq_len), -torch.inf).triu(1)
+    found = []
+    with torch.inference_mode():
+        for step in range(10):
+            logits = model.forward_fast(weights, tokens, factor=2 ** (step / 2 - 2.5))
+            found.append(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
+        trace = model.Trace()
+        model.forward(weights, tokens, trace=trace)
+        for q, k in zip(trace.q, trace.k, strict=True):
+            for qk in (q @ k.mT, run.randn(*q.shape) @ run.randn(*k.shape).mT):
+                rows = torch.softmax(qk * model.D_K**-0.5 + causal, -1)
+                found += [qk.tril().var(-1), -torch.special.xlogy(rows, rows).sum(-1), rows.amax(-1)]
+    return found
+
+
+def attention_maps(p: Any, run: Run) -> Any:
+    """The language model as it is and with each head cut out, on two kinds of texts."""
+    import torch
+
+    from engine import language_model as model
+
+    weights = model.load_weights(run.device, run.dtype)
+    found = []
+    with torch.inference_mode():
+        for _ in range(2):
+            tokens = torch.randint(model.N_TOKENS, (p.n_texts, 128), generator=run.generator)
+            for cut in range(13):
+
+                def edit(layer: int, context: torch.Tensor, cut: int = cut) -> torch.Tensor:
+                    if layer == cut // 4:
+                        context[:, cut % 4] = context[:, cut % 4].mean((0, 1))
+                    return context
+
+                logits = model.forward(weights, tokens, edit_context=edit)
+                found.append(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
     return found

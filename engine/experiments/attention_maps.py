@@ -1,0 +1,209 @@
+r"""Where the heads of the trained language model look, and what the model loses when one of them is cut out.
+
+The map shows the weights of one head on one text. Four scores of all heads say how much weight goes, on average,
+
+- to the token before (previous token) and to the token itself (self): rows of two or more keys;
+- to the first token, whatever it is: much more than a uniform row gives it would be an attention sink;
+- to the token after the last time that the string stood here (induction), on random strings that repeat with a random
+  period, where nothing but the string's earlier times can tell how it goes on.
+
+Cutting a head out puts the mean of its context over places and texts in its place, so that what it always adds stays,
+or zero. A high score says where a head looks; only the loss without it says whether the model needs that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from engine import inputs, language_model
+from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, Table, choice, number, text
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Params(BaseParams):
+    source: str = choice(*inputs.SOURCES)
+    text: str = text(inputs.EXAMPLE, most=inputs.LONGEST)
+    layer: int = number(0, low=0, high=language_model.N_LAYERS - 1)
+    head: int = number(0, low=0, high=language_model.N_HEADS - 1)
+    ablation: str = choice("mean", "zero")
+    n_texts: int = number(2, low=1, high=16, log2=True)
+
+    def rules(self) -> Iterator[Problem]:
+        yield from inputs.too_short(self.source, self.text)
+
+
+METRICS = (
+    Metric("previous_token_score_max"),
+    Metric("induction_score_max"),
+    Metric("previous_token_layer"),
+    Metric("induction_layer"),
+    Metric("self_share_max"),
+    Metric("first_token_share_max"),
+    Metric("first_token_share_mean"),
+    Metric("first_token_share_uniform"),
+    Metric("loss_repeated_nats", "nats"),
+    Metric("loss_repeated_without_previous_nats", "nats"),
+    Metric("loss_repeated_without_induction_nats", "nats"),
+    Metric("loss_repeated_without_other_nats", "nats"),
+    Metric("loss_stories_nats", "nats"),
+    Metric("loss_stories_without_previous_nats", "nats"),
+    Metric("loss_stories_without_induction_nats", "nats"),
+    Metric("loss_stories_without_other_nats", "nats"),
+    Metric("n_unknown"),
+)
+PLOTS = (
+    Plot("map", table="map", mark="heat", x="key_token", y="query_token", value="attention_weight"),
+    Plot("scores", table="scores", mark="point", x="head", y="attention_weight", by="pattern"),
+    Plot("ablation", table="ablation", mark="bar", x="head", y="loss_added_nats", by="source", y_unit="nats"),
+)
+BUDGET_S = 0.28
+
+SEQ_LEN = 128  # twice the longest period, so that every string comes again
+N_SHOWN = 63  # tokens of the map
+N_ALL = len(language_model.HEADS)  # heads of all layers
+KINDS = {"stories": "stories", "repeats": "repeated"}  # what is drawn, and what its losses are called
+PATTERNS = ("previous", "induction", "first", "self")
+
+
+def memory_bytes(params: Params) -> int:
+    """The weights, and one pass: its token logits and hidden units, and the logits and weights of every layer."""
+    width = 24 * language_model.D_MODEL + 3 * language_model.D_FF
+    attention = (2 * language_model.N_LAYERS + 3) * language_model.N_HEADS * SEQ_LEN**2
+    return 4 * (700_000 + params.n_texts * (SEQ_LEN * width + attention)) + 200 * N_SHOWN**2
+
+
+def run(params: Params, run: Run) -> Result:
+    """Score the heads, cut each out of the model once, and show one of them on one text.
+
+    Previous token, first token and self are scored on the texts of the source, induction on repeated strings; the two
+    heads whose losses are told apart from the others are those that score highest on repeated strings.
+    """
+    import torch
+
+    weights = language_model.load_weights(run.device, run.dtype)
+    drawn = {kind: inputs.draw_texts(run, kind, params.n_texts, SEQ_LEN) for kind in KINDS}
+    read: dict[str, _Reading] = {}
+    without: dict[str, np.ndarray] = {}  # the loss with each head cut out
+    with torch.inference_mode():
+        for i, (kind, texts) in enumerate(drawn.items()):
+            read[kind] = _read(weights, texts)
+            without[kind] = np.zeros(N_ALL)
+            for j in range(N_ALL):
+                run.progress((i + j / N_ALL) / len(drawn))
+                edit = _cut(*divmod(j, language_model.N_HEADS), read[kind].means if params.ablation == "mean" else None)
+                without[kind][j] = _loss(language_model.forward(weights, texts.tokens, edit_context=edit), texts)
+        if params.source == "text":
+            drawn["text"] = inputs.typed_text(run, params.text)
+            read["text"] = _read(weights, drawn["text"])
+
+    tokens, scores = drawn[params.source].tokens, read[params.source].scores
+    on_repeats = read["repeats"].scores
+    scores["induction"] = on_repeats["induction"]
+    heads = {pattern: int(on_repeats[pattern].argmax()) for pattern in ("previous", "induction")}
+    others = [j for j in range(N_ALL) if j not in heads.values()]
+    metrics = {
+        "previous_token_score_max": float(scores["previous"].max()),
+        "induction_score_max": float(scores["induction"].max()),
+        "previous_token_layer": float(heads["previous"] // language_model.N_HEADS),
+        "induction_layer": float(heads["induction"] // language_model.N_HEADS),
+        "self_share_max": float(scores["self"].max()),
+        "first_token_share_max": float(scores["first"].max()),
+        "first_token_share_mean": float(scores["first"].mean()),
+        "first_token_share_uniform": float((1 / np.arange(2, tokens.shape[1] + 1)).mean()),
+    }
+    for kind, name in KINDS.items():
+        metrics[f"loss_{name}_nats"] = read[kind].loss
+        for pattern, j in heads.items():
+            metrics[f"loss_{name}_without_{pattern}_nats"] = float(without[kind][j])
+        metrics[f"loss_{name}_without_other_nats"] = float(without[kind][others].mean())
+    metrics["n_unknown"] = float(inputs.n_unknown(params.source, params.text))
+    tables: dict[str, Table] = {
+        "map": _map(tokens[0, :N_SHOWN].tolist(), read[params.source].first_text[params.layer][params.head]),
+        "scores": {
+            "head": np.array(language_model.HEADS * len(PATTERNS)),
+            "pattern": np.repeat(PATTERNS, N_ALL),
+            "attention_weight": np.concatenate([scores[pattern] for pattern in PATTERNS]),
+        },
+        "ablation": {
+            "head": np.array(language_model.HEADS * len(KINDS)),
+            "source": np.repeat(list(KINDS), N_ALL),
+            "loss_added_nats": np.concatenate([without[kind] - read[kind].loss for kind in KINDS]),
+        },
+    }
+    return Result({m.name: metrics[m.name] for m in METRICS}, tables)
+
+
+class _Reading(NamedTuple):
+    """What a pass over texts leaves: loss, scores of all heads, and layer by layer what the map and a cut need.
+
+    Shapes: means (n_heads, d_k), first_text (n_heads, seq_len, seq_len), both one a layer; a score (N_ALL,).
+    """
+
+    loss: float
+    scores: dict[str, np.ndarray]
+    means: list[torch.Tensor]
+    first_text: list[torch.Tensor]
+
+
+def _read(weights: language_model.Weights, texts: inputs.Texts) -> _Reading:
+    trace = language_model.Trace()
+    loss = _loss(language_model.forward(weights, texts.tokens, trace=trace), texts)
+    layers = [_scores(of_layer, texts.period.tolist()) for of_layer in trace.weights]
+    scores = {pattern: np.concatenate([layer[pattern] for layer in layers]) for pattern in layers[0]}
+    means = [context.mean(dim=(0, 2)) for context in trace.context]
+    return _Reading(loss, scores, means, [of_layer[0] for of_layer in trace.weights])
+
+
+def _loss(token_logits: torch.Tensor, texts: inputs.Texts) -> float:
+    """Mean cross-entropy of the tokens that can be known."""
+    return float(language_model.token_losses(token_logits, texts.tokens)[texts.known()].mean())
+
+
+def _cut(layer: int, head: int, means: list[torch.Tensor] | None) -> language_model.Edit:
+    """An edit that puts the mean of a head's context, or zero, in its place."""
+
+    def edit(at: int, context: torch.Tensor) -> torch.Tensor:
+        if at != layer:
+            return context
+        context = context.clone()
+        context[:, head] = means[layer][head] if means else 0.0
+        return context
+
+    return edit
+
+
+def _scores(weights: torch.Tensor, periods: list[int]) -> dict[str, np.ndarray]:
+    """Mean weight on the pattern's key in the rows that have one; no induction for texts that do not repeat.
+
+    Shapes: weights (n_texts, n_heads, seq_len, seq_len); a score (n_heads,).
+    """
+    import torch
+
+    found = {
+        "previous": weights.diagonal(-1, dim1=-2, dim2=-1),
+        "first": weights[..., 1:, 0],
+        "self": weights.diagonal(dim1=-2, dim2=-1)[..., 1:],
+    }
+    if all(periods):
+        # from place i back to i - (period - 1), in the rows after the string's first time
+        rows = [w.diagonal(1 - period, dim1=-2, dim2=-1)[:, 1:] for w, period in zip(weights, periods, strict=True)]
+        found["induction"] = torch.cat(rows, dim=-1)[None]
+    return {pattern: on_key.mean(dim=(0, 2)).cpu().double().numpy() for pattern, on_key in found.items()}
+
+
+def _map(tokens: list[int], weights: torch.Tensor) -> Table:
+    """A row a query and key that it sees."""
+    names = inputs.cell_names(tokens)
+    queries, keys = np.tril_indices(len(names))
+    return {
+        "query_token": np.array(names)[queries],
+        "key_token": np.array(names)[keys],
+        "attention_weight": weights.cpu().double().numpy()[queries, keys].astype(np.float32),
+    }

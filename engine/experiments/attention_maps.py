@@ -65,7 +65,7 @@ PLOTS = (
 )
 BUDGET_S = 0.28
 
-SEQ_LEN = 128  # twice the longest period, so that every string comes again
+SEQ_LEN = 128  # at least twice the longest period, so that every string comes again
 N_SHOWN = 63  # tokens of the map
 N_ALL = len(language_model.HEADS)  # heads of all layers
 KINDS = {"stories": "stories", "repeats": "repeated"}  # what is drawn, and what its losses are called

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine import inputs, language_model
+from engine import corpus, inputs, language_model
 from engine.attention import entropy_nats, mask_logits, qk_product, softmax, unit_norm
 from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, choice, number, text
 from engine.chunks import chunks
@@ -34,7 +34,7 @@ class Params(BaseParams):
     scale: str = choice("as_trained", "none", "factor")
     factor: float = number(1.0, low=0.0625, high=8, step=0.0625)
     n_texts: int = number(4, low=1, high=16, log2=True)
-    seq_len: int = number(128, low=128, high=256, log2=True)
+    seq_len: int = number(128, low=2 * corpus.REPEATED[1], high=language_model.SEQ_LEN, log2=True)
 
     def rules(self) -> Iterator[Problem]:
         yield from inputs.too_short(self.source, self.text)
@@ -58,12 +58,12 @@ PLOTS = (
     Plot("spread", table="by_head", mark="bar", x="head", y="logits_std", by="vectors"),
     Plot("entropy", table="by_head", mark="point", x="head", y="entropy_share", by="vectors"),
 )
-BUDGET_S = 0.25
+BUDGET_S = 0.2
 
 D_K = language_model.D_K
 N_HEADS = len(language_model.HEADS)  # of all layers
 FACTORS = tuple(math.sqrt(D_K) ** (step / 5) for step in range(-5, 6))  # from 1/d_k to no scale; powers of √2
-TOKENS_AT_ONCE = 1024  # some 60 ms a pass
+TOKENS_AT_ONCE = 512  # some 30 ms a pass
 
 
 def memory_bytes(params: Params) -> int:

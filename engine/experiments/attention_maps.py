@@ -9,6 +9,8 @@ The map shows the weights of one head on one text. Four scores of all heads say 
 
 Cutting a head out puts the mean of its context over places and texts in its place, so that what it always adds stays,
 or zero. A high score says where a head looks; only the loss without it says whether the model needs that.
+
+Source: olsson2022, abstract (what an induction head is); xiao2023, abstract (sinks). The scores are defined here.
 """
 
 from __future__ import annotations
@@ -65,7 +67,6 @@ PLOTS = (
 )
 BUDGET_S = 0.28
 
-SEQ_LEN = 128  # at least twice the longest period, so that every string comes again
 N_SHOWN = 63  # tokens of the map
 N_ALL = len(language_model.HEADS)  # heads of all layers
 KINDS = {"stories": "stories", "repeats": "repeated"}  # what is drawn, and what its losses are called
@@ -75,8 +76,8 @@ PATTERNS = ("previous", "induction", "first", "self")
 def memory_bytes(params: Params) -> int:
     """The weights, and one pass: its token logits and hidden units, and the logits and weights of every layer."""
     width = 24 * language_model.D_MODEL + 3 * language_model.D_FF
-    attention = (2 * language_model.N_LAYERS + 3) * language_model.N_HEADS * SEQ_LEN**2
-    return 4 * (700_000 + params.n_texts * (SEQ_LEN * width + attention)) + 200 * N_SHOWN**2
+    attention = (2 * language_model.N_LAYERS + 3) * language_model.N_HEADS * language_model.SEQ_LEN**2
+    return 4 * (700_000 + params.n_texts * (language_model.SEQ_LEN * width + attention)) + 200 * N_SHOWN**2
 
 
 def run(params: Params, run: Run) -> Result:
@@ -88,7 +89,7 @@ def run(params: Params, run: Run) -> Result:
     import torch
 
     weights = language_model.load_weights(run.device, run.dtype)
-    drawn = {kind: inputs.draw_texts(run, kind, params.n_texts, SEQ_LEN) for kind in KINDS}
+    drawn = {kind: inputs.draw_texts(run, kind, params.n_texts, language_model.SEQ_LEN) for kind in KINDS}
     read: dict[str, _Reading] = {}
     without: dict[str, np.ndarray] = {}  # the loss with each head cut out
     with torch.inference_mode():

@@ -60,9 +60,9 @@ PLOTS = (
 )
 BUDGET_S = 0.2
 
-D_K = language_model.D_K
-N_HEADS = len(language_model.HEADS)  # of all layers
-FACTORS = tuple(math.sqrt(D_K) ** (step / 5) for step in range(-5, 6))  # from 1/d_k to no scale; powers of √2
+N_ALL = len(language_model.HEADS)  # heads of all layers
+ROOT = math.sqrt(language_model.D_K)
+FACTORS = tuple(ROOT ** (step / 5) for step in range(-5, 6))  # from 1/d_k to no scale; powers of √2
 TOKENS_AT_ONCE = 512  # some 30 ms a pass
 
 
@@ -83,10 +83,10 @@ def run(params: Params, run: Run) -> Result:
 
     weights = language_model.load_weights(run.device, run.dtype)
     texts = inputs.read_texts(run, params.source, params.text, *_size(params))
-    chosen = {"as_trained": 1.0, "none": math.sqrt(D_K), "factor": params.factor}[params.scale]
+    chosen = {"as_trained": 1.0, "none": ROOT, "factor": params.factor}[params.scale]
     factors = sorted({*FACTORS, chosen})
     losses = dict.fromkeys(factors, 0.0)
-    rows = {"trained": np.zeros((5, N_HEADS)), "synthetic": np.zeros((5, N_HEADS))}
+    rows = {"trained": np.zeros((5, N_ALL)), "synthetic": np.zeros((5, N_ALL))}
     n_texts, seq_len = texts.tokens.shape
     keep = torch.ones(seq_len, seq_len, dtype=torch.bool, device=run.device).tril()
     with torch.inference_mode():
@@ -103,7 +103,7 @@ def run(params: Params, run: Run) -> Result:
                 if factor == chosen:
                     rows["trained"] += _per_head([_describe(logits, keep) for logits in trace.logits])
                     alike = [_alike(q, k, run) for q, k in zip(trace.q, trace.k, strict=True)]
-                    scale = factor / math.sqrt(D_K)
+                    scale = factor / ROOT
                     rows["synthetic"] += _per_head([_describe(qk * scale, keep) for qk in alike])
 
     n_known = int(texts.known().sum())
@@ -114,7 +114,7 @@ def run(params: Params, run: Run) -> Result:
         "loss_nats": losses[chosen],
         "loss_as_trained_nats": losses[1.0],
         "best_factor": min(losses, key=losses.__getitem__),
-        "qk_std_mean": float(trained["logits_std"].mean()) * math.sqrt(D_K) / chosen,
+        "qk_std_mean": float(trained["logits_std"].mean()) * ROOT / chosen,
         "logits_std_mean": float(trained["logits_std"].mean()),
         "synthetic_logits_std_mean": float(synthetic["logits_std"].mean()),
         "entropy_share_mean": float(trained["entropy_share"].mean()),
@@ -126,7 +126,7 @@ def run(params: Params, run: Run) -> Result:
     by_factor = {"factor": np.array(list(losses)), "loss_nats": np.array(list(losses.values()))}
     by_head = {
         "head": np.array(language_model.HEADS * 2),
-        "vectors": np.repeat(list(heads), N_HEADS),
+        "vectors": np.repeat(list(heads), N_ALL),
         **{name: np.concatenate([trained[name], synthetic[name]]) for name in trained},
     }
     return Result(metrics, {"by_factor": by_factor, "by_head": by_head})

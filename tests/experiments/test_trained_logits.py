@@ -117,7 +117,7 @@ def law(experiment: Experiment) -> None:
         ("x.norm(dim=-1, keepdim=True)", "x.norm(dim=-1, keepdim=True).mean()"),
         ("(logits - centre)", "logits"),  # spread around 0
         ("several.to(logits.dtype).log()", "np.log(len(keep))"),  # as if every row had all keys
-        ("* math.sqrt(D_K) / chosen", "* math.sqrt(D_K)"),
+        ("* ROOT / chosen", "* ROOT"),
         ("_describe(qk * scale, keep)", "_describe(qk, keep)"),
         ("texts.tokens[start : start + n]", "texts.tokens[:n]"),  # the first chunk again and again
         ("softmax(mask_logits(logits, keep))", "softmax(logits)"),

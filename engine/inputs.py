@@ -28,14 +28,16 @@ class Texts(NamedTuple):
     period: torch.Tensor
 
     def known(self) -> torch.Tensor:
-        """Which tokens from the second on can be known: of a random string all but its first time.
+        """Which tokens from the second on can be known: of a random string those after it has begun again.
+
+        That it begins again can't be known either, so the first token of the second time is not among them.
 
         Shapes: returns (n_texts, seq_len - 1) of bool, as :func:`engine.language_model.token_losses`.
         """
         import torch
 
         places = torch.arange(1, self.tokens.shape[1], device=self.tokens.device)
-        return places >= self.period[:, None]
+        return places > self.period[:, None]
 
 
 def draw_texts(run: Run, kind: str, n_texts: int, seq_len: int) -> Texts:

@@ -31,8 +31,8 @@ def drawn(p: dict) -> dict[str, list[tuple[tuple[int, ...], int]]]:
 
 
 def mean_loss(texts, cut=None, put=()) -> float:
-    """Over every token that was there before, or in stories over all but the first."""
-    losses = [reference.read(tokens, 1.0, cut, put).losses[max(0, period - 1) :] for tokens, period in texts]
+    """Over every token behind one that was there before, or in stories over all but the first."""
+    losses = [reference.read(tokens, 1.0, cut, put).losses[period:] for tokens, period in texts]
     return float(np.concatenate(losses).mean())
 
 

@@ -55,7 +55,7 @@ def law(experiment: Experiment) -> None:
         few = factors if len(texts) == 1 else [min(factors), 1.0, chosen]  # the others are only slower
         losses = {}
         for factor in few:
-            known = [reference.read(t, factor).losses[max(0, period - 1) :] for t, period in texts]
+            known = [reference.read(t, factor).losses[period:] for t, period in texts]
             losses[factor] = np.concatenate(known).mean()
             at = int(np.argmin(abs(by_factor["factor"] - factor)))
             # float64 on both sides; the engine's angles are float32, whose products differ in the last digit

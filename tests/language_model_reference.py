@@ -34,8 +34,8 @@ def trained() -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def read(tokens: tuple[int, ...], factor: float = 1.0, cut: int | None = None, put: tuple[float, ...] = ()) -> Passed:
-    """A text read with the scale times ``factor``; ``put`` stands in for the context of head ``cut`` everywhere."""
+def read(tokens: tuple[int, ...], factor: float = 1.0, put: tuple[tuple[int, tuple[float, ...]], ...] = ()) -> Passed:
+    """A text read with the scale times ``factor``; ``put``: for some heads what stands in for their context."""
     w, n = trained(), len(tokens)
     x = w["embedding"][list(tokens)]
     qs, ks, rows, contexts = [], [], [], []
@@ -52,8 +52,9 @@ def read(tokens: tuple[int, ...], factor: float = 1.0, cut: int | None = None, p
                 e = np.exp((z := k[: i + 1] @ q[i] * factor / math.sqrt(D_K)) - z.max())
                 weights[i, : i + 1] = e / e.sum()
             context = weights @ (a @ w[f"{layer}.W_v"][of_head].T)
-            if cut == N_HEADS * layer + head:
-                context = np.tile(put, (n, 1))
+            for cut, instead in put:
+                if cut == N_HEADS * layer + head:
+                    context = np.tile(instead, (n, 1))
             for kept, array in zip((qs, ks, rows, contexts, mixed), (q, k, weights, context, context), strict=True):
                 kept.append(array)
         x = x + np.concatenate(mixed, axis=1) @ w[f"{layer}.W_o"].T

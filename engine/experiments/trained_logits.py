@@ -1,8 +1,9 @@
 r"""How far training has spread q·k, head by head, and what the loss says to another scale than the trained one.
 
 The trained language model reads held-out texts with its scale 1/√d_k multiplied by a factor, and nothing else changed.
-Factor √d_k is no scale at all, 1/√d_k makes 1/d_k of it. That the loss is lowest near 1 shows which scale the weights
-have grown around, not that a model trained with another one would be worse: W_q could have taken up any factor.
+Factor √d_k is no scale at all, 1/√d_k makes 1/d_k of it. The loss shows which scale the weights have grown around, not
+that a model trained with another one would be worse: W_q could have taken up any factor. Nor need it rise on both
+sides: heads that have become sharp lose little when they are made sharper.
 
 Spread is that within a row, which is all that the softmax sees: a number added to a whole row changes no weight. Beside
 each head stand independent normal vectors with the norms that its q and k have at each place; what differs from them

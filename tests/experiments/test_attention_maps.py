@@ -30,9 +30,15 @@ def drawn(p: dict) -> dict[str, list[tuple[tuple[int, ...], int]]]:
     return found
 
 
-def mean_loss(texts, cut=None, put=()) -> float:
+def put_of(texts, head: int, p: dict) -> tuple[float, ...]:
+    """What stands in for a head's context: its mean over places and texts, or zero."""
+    mean = np.mean([reference.read(tokens).context[head] for tokens, _ in texts], axis=(0, 1))
+    return tuple((mean * (p.get("ablation") != "zero")).tolist())
+
+
+def mean_loss(texts, put: dict[int, tuple[float, ...]] | None = None) -> float:
     """Over every token behind one that was there before, or in stories over all but the first."""
-    losses = [reference.read(tokens, 1.0, cut, put).losses[period:] for tokens, period in texts]
+    losses = [reference.read(tokens, 1.0, tuple((put or {}).items())).losses[period:] for tokens, period in texts]
     return float(np.concatenate(losses).mean())
 
 
@@ -50,7 +56,10 @@ def law(experiment: Experiment) -> None:
             scores["self", head] = np.mean([w[i, i] for w in rows for i in range(1, len(w))])
             scores["first", head] = np.mean([w[i, 0] for w in rows for i in range(1, len(w))])
             again = [(reference.read(tokens).weights[head], period) for tokens, period in texts["repeats"]]
-            scores["induction", head] = np.mean([w[i, i - n + 1] for w, n in again for i in range(n, 128)])
+            scores["induction", head] = np.mean(
+                [sum(w[i, j] for j in range(i - n + 1, 0, -n)) for w, n in again for i in range(n, 128)]
+            )
+            scores["sink", head] = np.mean([w[i, 0] for w, n in again for i in range(1, n)])
             on_repeats[head] = np.mean([w[i, i - 1] for w, _ in again for i in range(1, 128)])
         table = result.tables["scores"]
         got = {
@@ -67,9 +76,7 @@ def law(experiment: Experiment) -> None:
             whole = mean_loss(some)
             losses[kind] = np.zeros(12)
             for head in range(12):
-                contexts = [reference.read(tokens).context[head] for tokens, _ in some]
-                put = np.mean(contexts, axis=(0, 1)) * (p.get("ablation") != "zero")
-                losses[kind][head] = mean_loss(some, head, tuple(put.tolist()))
+                losses[kind][head] = mean_loss(some, {head: put_of(some, head, p)})
                 added[kind, HEADS[head]] = losses[kind][head] - whole
             assert result.metrics[f"loss_{'repeated' if kind == 'repeats' else kind}_nats"] == pytest.approx(
                 whole, rel=1e-6
@@ -86,7 +93,8 @@ def law(experiment: Experiment) -> None:
 
         previous = int(on_repeats.argmax())
         induction = max(range(12), key=lambda head: scores["induction", head])
-        want = {
+        inducing = [head for head in range(12) if scores["induction", head] > 0.5]
+        want = {"n_induction_heads": len(inducing)} | {
             f"{pattern}_{name}": value
             for pattern, name, value in [
                 ("previous_token", "score_max", max(scores["previous", head] for head in range(12))),
@@ -99,10 +107,15 @@ def law(experiment: Experiment) -> None:
                 ("first_token", "share_uniform", np.mean([1 / (i + 1) for i in range(1, len(own[0][0]))])),
             ]
         }
+        want["sink_share_max"] = max(scores["sink", head] for head in range(12))
+        want["sink_share_uniform"] = np.mean([1 / (i + 1) for _, n in texts["repeats"] for i in range(1, n)])
         for kind, name in (("repeats", "repeated"), ("stories", "stories")):
             want[f"loss_{name}_without_previous_nats"] = losses[kind][previous]
             want[f"loss_{name}_without_induction_nats"] = losses[kind][induction]
-            others = [losses[kind][head] for head in range(12) if head not in (previous, induction)]
+            others = [losses[kind][head] for head in range(12) if head not in (previous, induction, *inducing)]
+            some = texts[kind]
+            together = {head: put_of(some, head, p) for head in inducing}
+            want[f"loss_{name}_without_all_induction_nats"] = mean_loss(some, together)
             want[f"loss_{name}_without_other_nats"] = np.mean(others)
         want["n_unknown"] = 2.0 if p["source"] == "text" else 0.0
         assert {name: result.metrics[name] for name in want} == pytest.approx(want, rel=1e-5), p
@@ -124,15 +137,17 @@ def law(experiment: Experiment) -> None:
         ("diagonal(-1, dim1", "diagonal(-2, dim1"),  # the token before the one before
         ("weights[..., 1:, 0]", "weights[..., 1:, 1]"),
         ("weights.diagonal(dim1=-2, dim2=-1)[..., 1:]", "weights.diagonal(dim1=-2, dim2=-1)"),  # the row of one key too
-        ("w.diagonal(1 - period,", "w.diagonal(-period,"),  # the same token, not what followed it
-        ("dim2=-1)[:, 1:]", "dim2=-1)"),  # a row of the first time
+        ("places[:, None] + 1 - places", "places[:, None] - places"),  # the same token, not what followed it
+        ("sum(dim=-1)[:, period:]", "sum(dim=-1)[:, period - 1 :]"),  # a row of the first time
         ("context.mean(dim=(0, 2))", "context[:1].mean(dim=(0, 2))"),  # the mean of one text
         ("means[layer][head] if means", "means[layer][0] if means"),  # another head's mean
-        ("if at != layer:", "if at != 0:"),
+        ("cuts = [*([j] for j in range(N_ALL)), inducing]", "cuts = [*([j] for j in range(N_ALL)), inducing[:1]]"),
+        ("language_model.N_HEADS == layer", "language_model.N_HEADS == 0"),
         ('means if params.ablation == "mean" else None', "means"),
         ("[texts.known()].mean()", ".mean()"),  # the first time of a string counted
-        ("if j not in heads.values()", "if j"),
-        ('on_repeats["induction"]', 'on_repeats["previous"]'),
+        ("not in (*best.values(), *inducing)", "not in best.values()"),
+        ('float(scores["sink"].max())', 'float(scores["first"].max())'),  # rows in which something can be found
+        ("w[:, 1:period, 0]", "w[:, 1:, 0]"),  # later times too
         ("first_text[params.layer][params.head]", "first_text[params.head % 3][params.head]"),
     ],
 )

@@ -87,7 +87,7 @@ BUDGET_S = 0.3
 
 CHANGES = ("permuted", "uniform", "null_space")
 MEASURES = ("weights_moved_tv", "output_moved_tv", "output_moved_js_nats", "top_token_changed_share")
-KV_LENS = (8, 16, 24, 32, 36, 48, 64, 96, 128, 192)  # rows that are moved in the null space, and the last row
+KV_LENS = (8, 16, 24, 32, 36, 48, 64, 96)  # rows that are moved in the null space, and the last row
 NEEDED = 0.1  # a head is needed when permuting it changes the most likely token at more than this share of the places
 TOKENS_AT_ONCE = 1536  # of the copies of a text in one pass: some 70 ms
 CENTRING, AWAY, CLIMBING = 6, 2, 10  # steps of the search for the farthest row
@@ -210,7 +210,7 @@ def _counted(seq_len: int, period: int, device: torch.device) -> torch.Tensor:
     """Places that have a choice of keys and whose next token can be known; at least the last. Shapes: (n_places,)."""
     import torch
 
-    return torch.arange(min(max(1, period - 1), seq_len - 1), seq_len, device=device)
+    return torch.arange(min(max(1, period), seq_len - 1), seq_len, device=device)
 
 
 def _with_gradients(weights: Weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

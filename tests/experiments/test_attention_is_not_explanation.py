@@ -87,7 +87,7 @@ def reference(number: int) -> tuple[dict[tuple[str, str], np.ndarray], float]:
     for tokens, period, order in zip(*texts(p, SEED), orders, strict=True):
         before, rows, _ = traced(tokens)
         n = len(before)
-        counted = range(max(1, period - 1), n) or range(n - 1, n)
+        counted = range(max(1, period), n) or range(n - 1, n)
         for place_of, head in enumerate(heads):
             permuted, uniform = np.zeros((2, n, n))
             for i in range(n):
@@ -129,7 +129,7 @@ def moved_law(experiment: Experiment) -> None:
         ("masked_fill(~seen, 2.0)", "masked_fill(~seen, -1.0)"),  # weights wander to keys that lie ahead
         ("edited[copy, head % N_HEADS]", "edited[copy, 0]"),  # another head
         ("head // N_HEADS == layer", "head // N_HEADS <= layer"),  # in later layers too
-        ("max(1, period - 1)", "max(1, period)"),  # the first place that can be known is left out
+        ("max(1, period)", "max(1, period - 1)"),  # the first token that comes again can't be known
         ("even / even.sum(-1, keepdim=True)", "even / even.shape[-1]"),
         ("math.log(2)", "math.log(3)"),
         ("softmax_gradient(rows, gradients) / left", "softmax_gradient(rows, gradients)"),  # the logit's effect instead

@@ -185,9 +185,9 @@ def null_space_law(experiment: Experiment) -> None:
         for name, wanted in found.items():
             got = table["null_space_tv"][(table["values"] == name) & (table["kv_len"] == seq_len)].item()
             if seq_len == D_K + 2:
-                assert got == pytest.approx(wanted, rel=1e-6), name  # ten steps, each nine tenths of the way
+                assert got == pytest.approx(wanted, rel=1e-4), name  # weights range over ten powers of ten
             else:  # a climb may end at a lower vertex, and never beyond the highest
-                assert 0.8 * wanted <= got <= wanted * (1 + 1e-6), name
+                assert 0.8 * wanted <= got <= wanted * (1 + 1e-4), name
 
         rows = zip(*(table[c] for c in ("values", "kv_len", "dimensions", "theory_dimensions")), strict=True)
         for name, kv_len, dimensions, theory in rows:
@@ -212,7 +212,7 @@ def null_space_law(experiment: Experiment) -> None:
         ("torch.where(farther[:, None], both[1], both[0])", "torch.where(farther[:, None], both[0], both[1])"),
         ("else row > start)", "else row < start)"),  # back to where it came from
         ("torch.linalg.qr(seen * row[..., None])", "torch.linalg.qr(seen)"),  # the projection of other coordinates
-        ("STEP / shrinks", "0.5 / shrinks"),
+        ("STEP / shrinks", "0.1 / shrinks"),
     ],
 )
 def test_null_space_law_holds_and_catches_a_broken_engine(old, new):
@@ -239,3 +239,17 @@ def test_short_rows_are_determined_by_their_context():
 def test_unknown_characters_are_counted():
     assert run(get(NAME), source="text", text="Adaé 钥匙").metrics["n_unknown"] == 3
     assert run(get(NAME), source="stories", seq_len=8, text="钥匙").metrics["n_unknown"] == 0
+
+
+def test_on_repeating_strings_one_head_is_needed_and_four_that_look_alike_are_not():
+    """Which head is which is a property of the committed weights: see attention_maps."""
+    for seed in range(3):
+        table = run(get(NAME), seed=seed, source="repeats").tables["moved"]
+        permuted = table["change"] == "permuted"
+        changed = dict(zip(table["head"][permuted], table["top_token_changed_share"][permuted], strict=True))
+        assert max(changed, key=changed.get) == "L1H1"
+        assert changed["L1H1"] > 0.5
+        assert max(changed[f"L2H{head}"] for head in (0, 2)) < 0.05  # the other induction heads do their work
+        hidden = table["change"] == "null_space"
+        reach = dict(zip(table["head"][hidden], table["weights_moved_tv"][hidden], strict=True))
+        assert reach["L1H1"] < 0.001 < 0.2 < min(reach[f"L0H{head}"] for head in range(4))

@@ -206,4 +206,86 @@ def roofline(p: Any, run: Run) -> Any:
                 if q_len == 1:
                     displaced.fill_(0)
                 found.append(torch.nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+def trained_logits(p: Any, run: Run) -> Any:
+    """The language model's loss at ten factors, its steps at the eleventh, and the rows of two sets of vectors."""
+    import torch
+
+    from engine import language_model as model
+
+    weights = model.load_weights(run.device, run.dtype)
+    tokens = torch.randint(model.N_TOKENS, (p.n_texts, p.seq_len), generator=run.generator)
+    causal = torch.full((p.seq_len, p.seq_len), -torch.inf).triu(1)
+    found = []
+    with torch.inference_mode():
+        for step in range(10):
+            logits = model.forward_fast(weights, tokens, factor=2 ** (step / 2 - 2.5))
+            found.append(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
+        trace = model.Trace()
+        model.forward(weights, tokens, trace=trace)
+        for q, k in zip(trace.q, trace.k, strict=True):
+            for qk in (q @ k.mT, run.randn(*q.shape) @ run.randn(*k.shape).mT):
+                rows = torch.softmax(qk * model.D_K**-0.5 + causal, -1)
+                found += [qk.tril().var(-1), -torch.special.xlogy(rows, rows).sum(-1), rows.amax(-1)]
+    return found
+
+
+def attention_maps(p: Any, run: Run) -> Any:
+    """The language model as it is and with each head cut out, on two kinds of texts."""
+    import torch
+
+    from engine import language_model as model
+
+    weights = model.load_weights(run.device, run.dtype)
+    found = []
+    with torch.inference_mode():
+        for _ in range(2):
+            tokens = torch.randint(model.N_TOKENS, (p.n_texts, 128), generator=run.generator)
+            for cut in range(13):
+
+                def edit(layer: int, context: torch.Tensor, cut: int = cut) -> torch.Tensor:
+                    if layer == cut // 4:
+                        context[:, cut % 4] = context[:, cut % 4].mean((0, 1))
+                    return context
+
+                logits = model.forward(weights, tokens, edit_context=edit)
+                found.append(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
+    return found
+
+
+def attention_is_not_explanation(p: Any, run: Run) -> Any:
+    """The language model forward and back, then with each head's rows replaced, three times; the search by QR."""
+    import torch
+
+    from engine import language_model as model
+
+    weights = model.load_weights(run.device, run.dtype)
+    tokens = torch.randint(model.N_TOKENS, (1, p.seq_len), generator=run.generator)
+    kept: list[Any] = []
+
+    def keep(_: int, rows: Any) -> Any:
+        kept.append(rows.requires_grad_())
+        return rows
+
+    before = model.forward(weights, tokens, edit_weights=keep).log_softmax(-1)
+    found = [torch.autograd.grad(before.amax(-1).sum(), kept)]
+    trace = model.Trace()
+    model.forward({name: weight.double() for name, weight in weights.items()}, tokens, trace=trace)
+    rows, v = torch.cat(trace.weights, 1)[0].detach(), torch.cat(trace.v, 1)[0].detach()
+    for kv_len in (n for n in (8, 16, 24, 32, 36, 48, 64, 96) if n <= p.seq_len):
+        row = rows[:, kv_len - 1, :kv_len].repeat(3, 1)[:32]  # two starts, and random values beside them
+        seen = torch.cat((v[:, :kv_len], torch.ones_like(v[:, :kv_len, :1])), -1).repeat(3, 1, 1)[:32]
+        for _ in range(18):
+            basis = torch.linalg.qr(seen * row[..., None])[0]
+            found.append(basis @ (basis.mT @ row[..., None]))
+    with torch.inference_mode():
+        for _ in range(3):
+
+            def edit(layer: int, weights: Any) -> Any:
+                weights[:] = weights.roll(1, 0)
+                return weights
+
+            after = model.forward(weights, tokens.expand(12, -1), edit_weights=edit).log_softmax(-1)
+            found += [(before.exp() - after.exp()).abs().sum(-1), torch.logaddexp(before, after).exp().sum(-1)]
     return found

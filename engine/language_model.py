@@ -29,6 +29,7 @@ N_HEADS = 4
 D_MODEL = 128
 D_K = D_MODEL // N_HEADS
 D_FF = 4 * D_MODEL
+HEADS = tuple(f"L{layer}H{head}" for layer in range(N_LAYERS) for head in range(N_HEADS))  # their names, from 0
 SEQ_LEN = 128  # longest text; rotary positions would go on, but were never trained there
 FILES = ("trained/model.npz",)
 FILE = data_file(FILES[0])
@@ -159,11 +160,18 @@ def forward(
     return _pass(weights, tokens, attend)
 
 
-def forward_fast(weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
-    """The same token logits by PyTorch's fused attention, for training. Shapes: as :func:`forward`."""
+def forward_fast(weights: Weights, tokens: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
+    """The same token logits by PyTorch's fused attention, for training and where only the loss counts. Shapes: as
+    :func:`forward`.
+    """
     from torch.nn.functional import scaled_dot_product_attention
 
-    return _pass(weights, tokens, lambda _, q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True))
+    scale = factor / math.sqrt(D_K)
+
+    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+    return _pass(weights, tokens, attend)
 
 
 def _pass(

@@ -117,11 +117,11 @@ def _bounds(params: BaseParams, name: str) -> str:
     spec, default = params.specs()[name], params.defaults()[name]
     if isinstance(spec, ChoiceSpec):
         return ", ".join(map(_python, spec.values))  # the first is the default
+    if isinstance(spec, TextSpec):
+        return f"1 to {spec.most} characters"  # its default is an example, too long to stand beside it
     changed = f"; default {_python(default)}" if getattr(params, name) != default else ""
     if isinstance(spec, NumberSpec):
         return f"{'whole, ' if isinstance(default, int) else ''}{_short(spec.low)} to {_short(spec.high)}{changed}"
-    if isinstance(spec, TextSpec):
-        return f"1 to {spec.most} characters{changed}"
     return f"True or False{changed}"
 
 

@@ -10,6 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SLOW = (
     "test_scale_training.py",
     "test_gradient_signal.py",
+    "test_trained_logits.py",
+    "test_attention_maps.py",
     "[scale_training",
     "[fold_scale-steps",
     "test_the_deck_is_clean",

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from engine import registry
+from engine.base import data_file
 from engine.runner import RunSpec, run_spec
 from export.notebook import notebook
-from export.script import script
+from export.script import flat_run, script
 from tests.export.runs import WORDS, code_cells, expected, other_params
 
 NAMES = registry.names()
@@ -55,6 +56,9 @@ def test_an_export_prints_what_the_app_measures(name, tmp_path):
     first = RunSpec(name, params, seed=5)
     second = RunSpec(name, params, seed=6)
     third = RunSpec(name, params, seed=7, dtype="float64")
+    for file in flat_run(first).files:  # as the script tells its reader to
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(data_file(file).read_bytes())
     text = script(first, **WORDS)
     assert text.count("\nSEED = 5\n") == 1
     (tmp_path / "first.py").write_text(text, "utf-8")

@@ -126,7 +126,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
             title=None,
             columns=_legend_columns(words.series),
             labelLimit=240 if _legend_columns(words.series) > 1 else 400,
-            symbolType="circle" if plot.mark == "point" else "stroke",
+            symbolType="stroke" if plot.mark == "line" else "circle",  # a stroke of bars has no colour
             symbolSize=260,
             symbolStrokeWidth=3,
             symbolOpacity=1,  # a band beside the line would lend the symbols its faintness

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class Params(BaseParams):
     source: str = choice(*inputs.SOURCES)
     text: str = text(inputs.EXAMPLE, most=inputs.LONGEST)
-    layer: int = number(0, low=0, high=language_model.N_LAYERS - 1)
-    head: int = number(0, low=0, high=language_model.N_HEADS - 1)
+    layer: int = number(1, low=0, high=language_model.N_LAYERS - 1)
+    head: int = number(1, low=0, high=language_model.N_HEADS - 1)
     ablation: str = choice("mean", "zero")
     n_texts: int = number(2, low=1, high=16, log2=True)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.timing import times_s
+from engine.timing import nothing, times_s
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ COPY_BYTES = 2**26  # of each of the two buffers: above the caches of most devic
 MEMORY_BYTES = 2 * COPY_BYTES  # the most that is held at once, for the copy or for three matrices
 FIRST_SIZE = 256  # rows of the smallest square matrix
 CALL_S = 0.08  # no product is tried that would take longer
-REPEATS = 5
+TRIES = 5
 TIMER_S = 0.05  # how long torch's timer repeats on the CPU, at the least
 
 
@@ -56,11 +56,7 @@ _known: dict[tuple[str, str], Ceilings] = {}
 _measuring = threading.Lock()
 
 
-def _nothing() -> None:
-    return None
-
-
-def ceilings(device: torch.device, dtype: torch.dtype, check_stop: Callable[[], None] = _nothing) -> Ceilings:
+def ceilings(device: torch.device, dtype: torch.dtype, check_stop: Callable[[], None] = nothing) -> Ceilings:
     """The ceilings of a device in a dtype, measured once a process, in about a second.
 
     One at a time: two that measure together would both measure half.
@@ -78,7 +74,7 @@ def ceilings(device: torch.device, dtype: torch.dtype, check_stop: Callable[[], 
         _measuring.release()
 
 
-def measure(device: torch.device, dtype: torch.dtype, check_stop: Callable[[], None] = _nothing) -> Ceilings:
+def measure(device: torch.device, dtype: torch.dtype, check_stop: Callable[[], None] = nothing) -> Ceilings:
     """Measure both: the best of a few repeats, of the matrices at the best of several sizes.
 
     The copy is large, since small ones stay in a cache; its bytes count twice, read and written. The matrices double
@@ -118,7 +114,7 @@ def measure(device: torch.device, dtype: torch.dtype, check_stop: Callable[[], N
 def _best_s(work: Callable[[], object], device: torch.device, check_stop: Callable[[], None]) -> float:
     """Seconds of the fastest repeat: what disturbs a measurement only ever makes it longer."""
     if device.type != "cpu":
-        return min(times_s(work, device, check_stop, repeats=REPEATS))
+        return min(times_s(work, device, check_stop, repeats=TRIES))
     import torch
     from torch.utils.benchmark import Timer
 

@@ -1,6 +1,6 @@
 r"""Rotary positions: a query and a key are turned by angles that grow with their places in the text.
 
-Source: Su et al. 2021, RoFormer (arXiv:2104.09864), section 3; the pairing (i, i + d_k/2) is that of GPT-NeoX and Llama.
+Source: Su et al. 2021, RoFormer (arXiv:2104.09864), section 3; the pairing (i, i + d_k/2) as in GPT-NeoX and Llama.
 """
 
 from __future__ import annotations

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 REPEATS = 3
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """What is called where nothing is to be done."""
 
 
 def wall_time_s(
     work: Callable[[], object],
     device: torch.device,
-    check_stop: Callable[[], None] = _nothing,
+    check_stop: Callable[[], None] = nothing,
     *,
     repeats: int = REPEATS,
-    before: Callable[[], object] = _nothing,
+    before: Callable[[], object] = nothing,
 ) -> float:
     """Seconds that ``work`` takes on ``device``: the median of :func:`times_s`."""
     return statistics.median(times_s(work, device, check_stop, repeats=repeats, before=before))
@@ -39,10 +39,10 @@ def wall_time_s(
 def times_s(
     work: Callable[[], object],
     device: torch.device,
-    check_stop: Callable[[], None] = _nothing,
+    check_stop: Callable[[], None] = nothing,
     *,
     repeats: int = REPEATS,
-    before: Callable[[], object] = _nothing,
+    before: Callable[[], object] = nothing,
 ) -> list[float]:
     """Seconds of each repeat, after one that is not counted: first uses allocate, choose kernels, compile.
 

@@ -93,7 +93,7 @@ def test_an_accelerator_takes_its_own_best_time(monkeypatch):
     )
     check = object()
     assert ceilings._best_s(lambda: None, torch.device("cuda:0"), check) == 1
-    assert asked == [((torch.device("cuda:0"), check), ceilings.REPEATS)]
+    assert asked == [((torch.device("cuda:0"), check), ceilings.TRIES)]
 
 
 def test_measured_once_a_process_for_each_device_and_dtype(monkeypatch):

@@ -56,7 +56,7 @@ _known: dict[tuple[str, str], Ceilings] = {}
 _measuring = threading.Lock()
 
 
-def ceilings(device: torch.device, dtype: torch.dtype, check_stop: Callable[[], None] = nothing) -> Ceilings:
+def known_ceilings(device: torch.device, dtype: torch.dtype, check_stop: Callable[[], None] = nothing) -> Ceilings:
     """The ceilings of a device in a dtype, measured once a process, in about a second.
 
     One at a time: two that measure together would both measure half.

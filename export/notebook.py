@@ -101,8 +101,9 @@ def drawing(plot: Plot) -> str:
         if scale != "linear" and (axis, plot.mark) != ("x", "bar"):
             lines.append(f'axes.set_{axis}scale("log", base={scale.removeprefix("log")})')
     x_label, y_label = _with_unit(plot.x, plot.x_unit), _with_unit(plot.y, plot.y_unit)
-    title = f', title="- - -  {plot.theory}"' if plot.theory else ""
-    lines.append(f'axes.set(xlabel="{x_label}", ylabel="{y_label}"{title})')
+    lines.append(f'axes.set(xlabel="{x_label}", ylabel="{y_label}")')
+    if plot.theory:
+        lines.append(f'axes.set(title="- - -  {plot.theory}")')
     lines += ["axes.legend()", "plt.show()"] if splits else ["plt.show()"]
     return TABLE.format(table=plot.table) + _indented(lines)
 

@@ -118,7 +118,7 @@ def run(params: Params, run: Run) -> Result:
     variants = sorted({1, params.n_kv_heads, params.n_heads})
     settings = [(phase, n_kv_heads) for phase in ("decode", "prefill") for n_kv_heads in variants]
     run.progress(0.0)
-    roof = ceilings.ceilings(run.device, run.dtype, lambda: run.progress(0.0))
+    roof = ceilings.known_ceilings(run.device, run.dtype, lambda: run.progress(0.0))
     displaced = torch.empty(DISPLACED_BYTES // 4, dtype=torch.float32, device=run.device)
     times = {}
     for done, (phase, n_kv_heads) in enumerate(settings):

@@ -101,9 +101,9 @@ def test_measured_once_a_process_for_each_device_and_dtype(monkeypatch):
     monkeypatch.setattr(
         ceilings, "measure", lambda device, dtype, check_stop: calls.append((device, dtype)) or object()
     )
-    first = ceilings.ceilings(CPU, torch.float32)
-    assert ceilings.ceilings(torch.device("cpu"), torch.float32) is first
-    assert ceilings.ceilings(CPU, torch.float64) is not first
+    first = ceilings.known_ceilings(CPU, torch.float32)
+    assert ceilings.known_ceilings(torch.device("cpu"), torch.float32) is first
+    assert ceilings.known_ceilings(CPU, torch.float64) is not first
     assert calls == [(CPU, torch.float32), (CPU, torch.float64)]
 
 
@@ -120,7 +120,7 @@ def test_two_readers_measure_one_after_the_other_and_once(monkeypatch):
     waiting, found = threading.Event(), []
 
     def ask(check_stop=lambda: None):
-        found.append(ceilings.ceilings(CPU, torch.float32, check_stop))
+        found.append(ceilings.known_ceilings(CPU, torch.float32, check_stop))
 
     first = threading.Thread(target=ask)
     first.start()
@@ -133,7 +133,7 @@ def test_two_readers_measure_one_after_the_other_and_once(monkeypatch):
         raise Stopped("stop")
 
     with pytest.raises(Stopped):  # and a third one leaves at once
-        ceilings.ceilings(CPU, torch.float32, stop)
+        ceilings.known_ceilings(CPU, torch.float32, stop)
     go.set()
     first.join(PATIENCE_S)
     second.join(PATIENCE_S)
@@ -150,6 +150,6 @@ def test_a_stop_in_the_middle_leaves_nothing_half_known():
             raise Stopped("stop")
 
     with pytest.raises(Stopped):
-        ceilings.ceilings(CPU, torch.float32, stop_at_the_third)
+        ceilings.known_ceilings(CPU, torch.float32, stop_at_the_third)
     assert ceilings._known == {}
-    assert ceilings.ceilings(CPU, torch.float32).matmul_flop_per_s > 0  # the lock is free again
+    assert ceilings.known_ceilings(CPU, torch.float32).matmul_flop_per_s > 0  # the lock is free again

@@ -101,7 +101,7 @@ def pretended():
     """Ceilings and times as given, counts as taken while attention runs."""
     device = Device()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ceilings, "ceilings", lambda device, dtype, check_stop: ROOF)
+        patch.setattr(ceilings, "known_ceilings", lambda device, dtype, check_stop: ROOF)
         patch.setattr(timing, "wall_time_s", device.wall_time_s)
         yield device
 

@@ -174,6 +174,14 @@ class _Checked:
             raise TooLarge(self.needed_bytes, limit, self.device.id)
 
 
+def look_up(spec: RunSpec) -> Result | None:
+    """The complete result of a run, if it is kept already.
+
+    Raises: UnknownExperiment, ParamsError, UnknownDevice, UnsupportedDtype.
+    """
+    return cache.get(_Checked.of(spec).key)
+
+
 def run(
     name: str,
     params: Mapping[str, object],

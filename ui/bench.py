@@ -265,8 +265,9 @@ def _draw(setup: Setup, experiment: Experiment, spec: RunSpec) -> None:
     else:
         _chart(setup, experiment, result, shown)
         _figures(setup, experiment, result, shown)
-        if setup.of_lab and shown is not None:
-            runs.draw_pins(experiment, setup.slot, (shown.spec, result))
+    if setup.of_lab:
+        on_show = shown.spec if shown is not None else spec
+        runs.draw_pins(experiment, setup.slot, on_show, result, shown.n_seeds if shown is not None else 1)
     _prediction_outcome(setup)
     message = reader.messages.get(setup.slot)
     if message:
@@ -299,11 +300,12 @@ def _keep_and_take(setup: Setup, experiment: Experiment, shown: Shown) -> None:
                 key=f"{setup.slot}-pin",
                 icon=":material/keep:",
                 help=t("pin_help", most=runs.MOST_PINS),
-                disabled=runs.full(setup.slot),
+                disabled=runs.full(setup.slot) or shown.result.done < 1,  # a link could not bring back a part of a run
                 on_click=runs.pin,
-                args=(setup.slot, shown.spec, shown.result),
+                args=(setup.slot, shown.spec, shown.result if shown.n_seeds == 1 else None),
             )
-        takehome.draw(experiment, shown.spec, shown.result.tables, place=PLACE)
+        whole = shown.n_seeds == 1 and shown.result.done == 1
+        takehome.draw(experiment, shown.spec, shown.result.tables, place=PLACE, whole=whole)
     runs.history(experiment, setup.slot)
 
 

@@ -125,7 +125,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
             orient="top",
             title=None,
             columns=_legend_columns(words.series),
-            labelLimit=240 if _legend_columns(words.series) > 1 else 400,
+            labelLimit=240,
             symbolType="stroke" if plot.mark == "line" else "circle",  # a stroke of bars has no colour
             symbolSize=260,
             symbolStrokeWidth=3,

@@ -16,6 +16,8 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 import streamlit as st
+from streamlit import runtime
+from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from engine import devices, executors, runner
 from engine.base import Result, Stopped, Stopwatch
@@ -24,6 +26,7 @@ from ui import state
 
 QUICK_S = 0.3  # a run that takes longer than this becomes a job
 ABANDONED_S = 150  # a browser asks at least once a minute, also for a tab in the background
+GONE_S = 10  # a connection that was lost for a moment comes back sooner
 ACTIVE = ("waiting", "running")
 WAIT_S = 0.3  # how long a script run waits for a job just submitted: most single claims are done by then
 T = TypeVar("T")
@@ -117,21 +120,39 @@ def submit(
 ) -> Job[T]:
     """Start a job of this reader (a newer one replaces an older) and wait for it a moment.
 
-    It ends by itself when the reader's page has not asked for it in ``ABANDONED_S``: the tab is closed.
+    It ends by itself ``GONE_S`` after the reader's connection is gone (the tab is closed or loaded anew), or when no
+    page has asked for it in ``ABANDONED_S``.
     """
     reader = state.reader()
-    reader.seen = time.monotonic()
+    reader.seen = reader.connected = time.monotonic()
+    there = _connection()
+
+    def wanted() -> bool:
+        now = time.monotonic()
+        if there():
+            reader.connected = now
+        return now - reader.seen < ABANDONED_S and now - reader.connected < GONE_S
+
     warm_up().start()
     job = runner.jobs.submit(
         reader.id,
         work,
         device=device,
         deadline_s=deadline_s,
-        wanted=lambda: time.monotonic() - reader.seen < ABANDONED_S,
+        wanted=wanted,
     )
     reader.jobs[purpose] = job
     job.wait(WAIT_S)
     return job
+
+
+def _connection() -> Callable[[], bool]:
+    """Tells, from any thread, whether the browser of this script run is still connected."""
+    context = get_script_run_ctx()
+    if context is None or not runtime.exists():  # a test without a server
+        return lambda: True
+    session, server = context.session_id, runtime.get_instance()
+    return lambda: server.is_active_session(session)
 
 
 def active_job(purpose: str) -> Job[Any] | None:

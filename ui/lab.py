@@ -19,7 +19,7 @@ def draw() -> None:
     if asked != by_link:
         st.warning(t("link_refused", names="experiment"), icon=":material/link_off:")
     name = widgets.listed(t("experiment"), names, "lab_experiment", _title, start=by_link or first) or first
-    if name != by_link:  # another experiment has other parameters
+    if name != (by_link or first):  # another experiment has other parameters
         state.set_link(**{key: None for key in state.link_values() if key != "lang"})
     experiment = registry.get(name)
     words = text.experiment(name)
@@ -45,9 +45,9 @@ def _setup(experiment: Experiment) -> bench.Setup:
     start, refused = runs.from_link(experiment, state.link_values())
     refused += runs.from_link_list(experiment, slot)
     if refused:  # kept: the next script run finds a mended link
-        state.reader().messages[f"{slot}:link"] = t("link_refused", names=", ".join(dict.fromkeys(refused)))
-    if told := state.reader().messages.get(f"{slot}:link"):
-        st.warning(told, icon=":material/link_off:")
+        state.reader().messages[f"{slot}:link"] = ", ".join(dict.fromkeys(refused))
+    if names := state.reader().messages.get(f"{slot}:link"):
+        st.warning(t("link_refused", names=names), icon=":material/link_off:")
     with st.container(horizontal=True):
         seed = st.number_input(t("seed"), 0, runs.MOST_SEED, start.seed, key=state.control_key(slot, "seed"), width=140)
         device, dtype = start.device, start.dtype

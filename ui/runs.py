@@ -20,6 +20,7 @@ from ui.text import t
 
 MOST_SEED = 2**31 - 1
 MOST_PINS = 5  # with the run on show six series, as many as can be told apart
+OFFERED = ("float32", "float64")  # number formats of the Lab
 MOST_KEPT = 50  # runs of the history
 FIGURES = 3  # metrics of a line of the history
 
@@ -65,7 +66,7 @@ def from_link(experiment: Experiment, link: Mapping[str, str]) -> tuple[RunSpec,
         if device not in known:
             refused.append("device")
             device = devices.default().id
-        if dtype not in known[device]:
+        if dtype not in known[device] or dtype not in OFFERED:
             refused.append("dtype")
             dtype = "float32"
     return engine.spec_of(experiment.name, values, seed=seed or 0, device=device, dtype=dtype), refused
@@ -131,7 +132,7 @@ def restore(slot: str, spec: RunSpec) -> None:
 def history(experiment: Experiment, slot: str) -> None:
     """The runs of this visit in a table; the chosen one can be brought back or pinned."""
     kept = state.reader().history.get(slot, [])
-    fold = st.expander(t("history_n", n=len(kept)), icon=":material/history:", key=f"{slot}-history", on_change="rerun")
+    fold = st.expander(t("history"), icon=":material/history:", key=f"{slot}-history", on_change="rerun")
     if not fold.open:
         return
     with fold:
@@ -221,8 +222,17 @@ def from_link_list(experiment: Experiment, slot: str) -> list[str]:
     refused: list[str] = []
     if slot not in state.reader().pins:
         held = pins(slot)
+        known = {*experiment.Params.specs(), "seed", "device", "dtype"}
         for named in state.link_list("pin")[:MOST_PINS]:
-            spec, wrong = from_link(experiment, dict(parse_qsl(named)))
+            asked = dict(parse_qsl(named))
+            spec, wrong = from_link(experiment, asked)
+            wrong += [name for name in asked if name not in known]
+            try:
+                experiment.Params.from_mapping(spec.params)
+            except ParamsError:  # fits alone but not together: no panel would show what is wrong with a pin
+                wrong.append("pin")
+            if not asked:
+                wrong.append("pin")
             refused += wrong
             if not wrong and all(spec != other for other, _ in held):
                 held.append((spec, None))
@@ -235,21 +245,35 @@ def purpose(slot: str) -> str:
 
 
 def bring_up_to_date(slot: str) -> None:
-    """Have the results of all pinned runs, or a job under way: what it has run is in the shared cache of results."""
-    done = engine.take_finished(purpose(slot))
+    """Have the results of the pinned runs that are quick or known; the others wait for :func:`run_missing`."""
+    done = engine.take_finished(purpose(slot))  # what it has run is in the shared cache of results
     if done is not None and done.state == "failed":
         state.reader().messages[slot] = text.error(done.error)
-        unpin(slot, None)
-    held = pins(slot)
-    held[:] = [(spec, result if result is not None else engine.quick(spec)) for spec, result in held]
-    left = [spec for spec, result in held if result is None]
-    if left and done is None and engine.is_ready() and engine.active_job(purpose(slot)) is None:
-
-        def work(handle: Handle) -> list[Result]:
-            return runner.map_runs(left, on_progress=handle.progress, check_stop=handle.check_stop)
-
-        engine.submit(purpose(slot), work, device=left[0].device)
+    reader, kept = state.reader(), []
+    for spec, result in pins(slot):
+        if result is None and engine.is_ready():
+            try:
+                result = runner.look_up(spec)
+                if result is None and spec not in reader.slow and not registry.get(spec.experiment).trains:
+                    result = engine.quick(spec)
+            except (runner.TooLarge, runner.OutOfMemory, devices.UnknownDevice, devices.UnsupportedDtype) as error:
+                reader.messages[slot] = text.error(error)
+                continue
+            if result is None:
+                reader.slow.append(spec)  # tried once: the next poll does not try again
+        kept.append((spec, result))
+    pins(slot)[:] = kept
     _keep_link(slot)  # another experiment may have been here meanwhile
+
+
+def run_missing(slot: str) -> None:
+    """Run the pinned runs that are not known here, as a job."""
+    left = [spec for spec, result in pins(slot) if result is None]
+
+    def work(handle: Handle) -> list[Result]:
+        return runner.map_runs(left, on_progress=handle.progress, check_stop=handle.check_stop)
+
+    engine.submit(purpose(slot), work, device=left[0].device)
 
 
 def overlay(plot: Plot, runs: Sequence[tuple[str, Table]]) -> tuple[Plot, Table]:
@@ -273,23 +297,34 @@ def _joined(parts: Sequence[Any]) -> Any:
     return np.concatenate([np.asarray(part) for part in parts])
 
 
-def draw_pins(experiment: Experiment, slot: str, now: tuple[RunSpec, Result]) -> None:
+def draw_pins(experiment: Experiment, slot: str, now: RunSpec, shown: Result | None, n_seeds: int) -> None:
     """The numbers of the pinned runs beside those of the run on show, each with its button to let go."""
-    held = [(spec, result) for spec, result in pins(slot) if spec != now[0]]
+    held = [(spec, result) for spec, result in pins(slot) if spec != now]
     if not held:
         return
-    specs = [now[0], *(spec for spec, _ in held)]
+    specs = [now, *(spec for spec, _ in held)]
     metrics = experiment.metric_names[:FIGURES]
-    results = [now[1], *(result for _, result in held)]
-    rows: dict[str, list[str]] = {
-        t("run"): [f"{t('on_show')} · {label(now[0], specs)}", *(label(s, specs) for s in specs[1:])]
-    }
+    results = [shown, *(result for _, result in held)]
+    here = f"{t('on_show')} · {label(now, specs)}" + (f" · {t('median_of', n=n_seeds)}" if n_seeds > 1 else "")
+    rows: dict[str, list[str]] = {t("run"): [here, *(label(s, specs) for s in specs[1:])]}
     for m in metrics:
         rows[text.with_unit(m, experiment.metric(m).unit)] = [
             text.number(result.metrics[m]) if result is not None and m in result.metrics else "…" for result in results
         ]
     st.dataframe(rows, hide_index=True, key=f"{slot}-pins-rows")
+    job = engine.active_job(purpose(slot))
+    if job is not None:
+        jobbar.draw(job)
     with st.container(horizontal=True):
+        if job is None and any(result is None for _, result in held):
+            st.button(
+                t("run_pinned"),
+                key=f"{slot}-run-pinned",
+                icon=":material/play_arrow:",
+                disabled=not engine.is_ready(),
+                on_click=run_missing,
+                args=(slot,),
+            )
         for number, (spec, _) in enumerate(held):
             st.button(
                 label(spec, specs),
@@ -309,6 +344,3 @@ def draw_pins(experiment: Experiment, slot: str, now: tuple[RunSpec, Result]) ->
                 on_click=unpin,
                 args=(slot, None),
             )
-    job = engine.active_job(purpose(slot))
-    if job is not None:
-        jobbar.draw(job)

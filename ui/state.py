@@ -53,9 +53,11 @@ class Reader:
     jobs: dict[str, Job[Any]] = field(default_factory=dict)  # what was started, by purpose: "lab:<slot>", "claims", ...
     drawn_jobs: set[str] = field(default_factory=set)  # purposes whose progress the page itself draws
     seen: float = field(default_factory=time.monotonic)  # when a script run of this visit last asked for its jobs
+    connected: float = field(default_factory=time.monotonic)  # when its browser was last known to be there
     shown: dict[str, Shown] = field(default_factory=dict)
     history: dict[str, list[Shown]] = field(default_factory=dict)  # runs of a lab, the newest first, without tables
     pins: dict[str, list[tuple[RunSpec, Result | None]]] = field(default_factory=dict)  # by slot
+    slow: list[RunSpec] = field(default_factory=list)  # pinned runs that were not quick enough to run unasked
     messages: dict[str, str] = field(default_factory=dict)  # what happened to the last run, by slot
     revealed: set[str] = field(default_factory=set)  # answers that were asked for
     refuted: set[str] = field(default_factory=set)  # mistakes whose counter-example was run

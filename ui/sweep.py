@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +30,8 @@ class Swept:
     over: str
     by: str | None
     lines: tuple[tuple[Any, Sweep], ...]
-    settings: str  # what else differs from the defaults, in the reader's words
-    left_out: str  # values of ``by`` that these settings do not allow
+    asked: RunSpec  # everything that is not swept, the first of the seeds among it
+    left_out: tuple[Any, ...]  # values of ``by`` that these settings do not allow
 
     def table(self, metric: str) -> Table:
         """Columns ``over``, ``by`` where there is one, the metric's mean, low and high."""
@@ -104,7 +105,8 @@ def _panel(experiment: Experiment, asked: RunSpec, slot: str, purpose: str, poll
         metric=metric if metric != names[0] else None,
         seeds=str(n_seeds) if n_seeds != SEEDS else None,
     )
-    if state.link_value("sweep") and state.value_of(f"{place}:begun") is None and engine.is_ready():
+    panel_busy = engine.active_job(f"lab:{slot}") is not None  # the run on show comes first
+    if state.link_value("sweep") and state.value_of(f"{place}:begun") is None and engine.is_ready() and not panel_busy:
         _start(experiment, asked, slot, purpose, over, by or None, int(n_seeds))  # a link that names one has it run
     job = engine.active_job(purpose)
     if job is not None:
@@ -114,9 +116,26 @@ def _panel(experiment: Experiment, asked: RunSpec, slot: str, purpose: str, poll
         st.warning(state.reader().messages[place], icon=":material/info:")
     result: Swept | None = job.partial if job is not None and job.partial else state.value_of(f"{place}:result")
     if result is not None and result.lines:
+        if job is None and not _is_current(result, asked, slot, over, by or None, int(n_seeds)):
+            st.caption(f":material/history: {t('sweep_other_setting')}")
         _draw(experiment, result, metric or names[0], place)
     if (job is not None) != polled:
         st.rerun()
+
+
+def _is_current(result: Swept, asked: RunSpec, slot: str, over: str, by: str | None, n_seeds: int) -> bool:
+    """Whether the sweep on show is the one that the controls ask for now."""
+    params = _held(asked, slot)
+    now = {n: v for n, v in params.items() if n not in (over, by)}
+    then = {n: v for n, v in result.asked.params.items() if n not in (over, by)}
+    same_runs = (result.asked.seed, result.asked.device, result.asked.dtype) == (asked.seed, asked.device, asked.dtype)
+    return (result.over, result.by, len(result.lines[0][1].seeds)) == (over, by, n_seeds) and now == then and same_runs
+
+
+def _held(asked: RunSpec, slot: str) -> dict[str, Any]:
+    """The parameters as the panel's controls hold them now."""
+    held = {n: v for n in asked.params if (v := state.control_value(slot, n)) is not None}
+    return {**asked.params, **held}
 
 
 def _plain(name: str) -> str:
@@ -135,7 +154,7 @@ def _word(value: Any) -> str:
 
 def _link_seeds() -> int:
     raw = state.link_value("seeds") or ""
-    return int(raw) if raw.isascii() and raw.isdigit() and 1 <= int(raw) <= MOST_SEEDS else SEEDS
+    return int(raw) if re.fullmatch(r"\d{1,2}", raw, re.ASCII) and 1 <= int(raw) <= MOST_SEEDS else SEEDS
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
@@ -146,8 +165,7 @@ def _start(
 ) -> None:
     place = f"sweep/{experiment.name}"
     state.set_value(f"{place}:begun", True)
-    held = {n: v for n in asked.params if (v := state.control_value(slot, n)) is not None}
-    params = {**asked.params, **held}
+    params = _held(asked, slot)
     groups = _few(experiment, by) if by else [None]
     every = [(value, _allowed(experiment, {**params, by: value} if by else params, over)) for value in groups]
     lines = [(value, values) for value, values in every if values]
@@ -155,8 +173,8 @@ def _start(
     if not lines:
         state.reader().messages[place] = t("sweep_empty")
         return
-    settings = _settings(experiment, params, {over, by})
-    left_out = ", ".join(_word(value) for value, values in every if not values)
+    held_by = RunSpec(experiment.name, params, asked.seed, asked.device, asked.dtype)
+    left_out = tuple(value for value, values in every if not values)
 
     def work(handle: Handle) -> Swept:
         done: list[tuple[Any, Sweep]] = []
@@ -164,7 +182,7 @@ def _start(
 
         def so_far(sweep: Sweep | None, value: Any) -> Swept:
             now = [(value, sweep)] if sweep is not None and sweep.values else []
-            return Swept(over, by, (*done, *now), settings, left_out)
+            return Swept(over, by, (*done, *now), held_by, left_out)
 
         with engine.many_runs() as executor:
             for value, values in lines:
@@ -216,10 +234,14 @@ def _few(experiment: Experiment, by: str) -> Sequence[Any]:
     return widgets.sweep_values(spec, isinstance(experiment.Params.defaults()[by], int), most=MOST_LINES)
 
 
-def _settings(experiment: Experiment, params: Mapping[str, Any], swept: set[str | None]) -> str:
-    defaults = experiment.Params.defaults()
-    changed = {n: v for n, v in params.items() if v != defaults[n] and n not in swept}
-    return ", ".join(f"{_plain(n)} = {_word(v)}" for n, v in changed.items())
+def _settings(experiment: Experiment, result: Swept) -> str:
+    """What differs from the defaults beside what is swept, in the reader's words."""
+    asked, defaults = result.asked, experiment.Params.defaults()
+    changed = {n: v for n, v in asked.params.items() if v != defaults[n] and n not in (result.over, result.by)}
+    said = [f"{_plain(n)} = {_word(v)}" for n, v in changed.items()]
+    said += [f"{t('seed')} ≥ {asked.seed}"] if asked.seed else []
+    said += [f"{t('device')} = {asked.device}"] if asked.device != "cpu" else []
+    return ", ".join(said + ([asked.dtype] if asked.dtype != "float32" else []))
 
 
 def _collect(place: str, purpose: str) -> None:
@@ -233,7 +255,8 @@ def _collect(place: str, purpose: str) -> None:
     if finished.state == "failed":
         state.reader().messages[place] = text.error(finished.error)
     elif finished.state != "done":
-        state.reader().messages[place] = t(f"stopped_{finished.reason}", share=f"{finished.fraction:.0%}")
+        ended = f"stopped_{finished.reason}" if isinstance(brought, Swept) and brought.lines else "stopped_empty"
+        state.reader().messages[place] = t(ended, share=f"{finished.fraction:.0%}")
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
@@ -261,9 +284,10 @@ def _draw(experiment: Experiment, result: Swept, metric: str, place: str) -> Non
     st.caption(t("sweep_title", metric=text.with_unit(metric, unit), over=over, seeds=seeds))
     described = t("sweep_title", metric=_plain(metric), over=over, seeds=seeds)
     charts.draw(plot, table, key=f"{place}-chart-{result.by}", description=described)
-    st.caption(t("sweep_settings", settings=result.settings) if result.settings else t("sweep_defaults"))
+    settings = _settings(experiment, result)
+    st.caption(t("sweep_settings", settings=settings) if settings else t("sweep_defaults"))
     if result.left_out:
-        st.caption(t("sweep_left_out", values=result.left_out))
+        st.caption(t("sweep_left_out", values=", ".join(map(_word, result.left_out))))
     fold = st.expander(t("table_and_summary"), key=f"{place}-rows", on_change="rerun")
     if fold.open:
         with fold:

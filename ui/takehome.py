@@ -31,7 +31,7 @@ _chart_files = v2.component(
 )
 
 
-def draw(experiment: Experiment, spec: RunSpec, tables: Mapping[str, Table], *, place: str) -> None:
+def draw(experiment: Experiment, spec: RunSpec, tables: Mapping[str, Table], *, place: str, whole: bool) -> None:
     """One button that opens all that can be taken home from the run on show; ``place`` is its container's key."""
     words = text.experiment(experiment.name)
     with st.popover(t("take_home"), icon=":material/download:"):
@@ -45,7 +45,8 @@ def draw(experiment: Experiment, spec: RunSpec, tables: Mapping[str, Table], *, 
         _button(t("script_py"), f"{experiment.name}.py", PYTHON, made, place)
         made = partial(notebook.notebook, spec, **about, formula=words.formula, language=state.language())
         _button(t("notebook_ipynb"), f"{experiment.name}.ipynb", NOTEBOOK, made, place)
-        st.caption(t("take_home_help"))
+        # a median over seeds, or a part of a training, is not what one run from end to end prints
+        st.caption(t("take_home_help") if whole else t("take_home_other"))
 
 
 def draw_table(name: str, rows: Table, *, place: str) -> None:

@@ -80,7 +80,7 @@ def test_a_run_of_the_history_comes_back_with_its_settings(app, open_reader):
     before = figures(visit)
     move_first_slider(visit)
     assert figures(visit) != before
-    visit.act(lambda: visit.page.get_by_text(re.compile("Runs of this visit: 2")).click())
+    visit.act(lambda: visit.page.get_by_text("Runs of this visit").click())
     grid = visit.page.get_by_test_id("stDataFrame").last
     grid.wait_for()
     box = grid.bounding_box()
@@ -139,6 +139,56 @@ def test_chart_rows_script_and_notebook_are_downloaded_as_the_page_shows_them(ap
     _, rows = downloaded(visit, visit.page.get_by_role("button", name="Rows, CSV"))
     table = runner.run(EXPERIMENT, {"d_k": 16}, seed=5).tables["histogram"]
     assert len(rows.decode().splitlines()) == 1 + len(table["logits"])
+    assert_clean(visit)
+
+
+PINNED_SLOW = "steps=1000&d_model=512"
+
+
+def test_a_slow_pinned_run_waits_until_it_is_asked_for_and_can_be_stopped(app, open_reader):
+    visit = open_reader(app)
+    open_lab(visit, experiment="fold_scale", pin=PINNED_SLOW)
+    bench(visit).locator("h3").nth(1).wait_for(timeout=60_000)  # the run on show has its figures
+    visit.idle()
+    assert not visit.page.get_by_role("button", name="Stop").count()
+    visit.act(lambda: button(visit, "Run the pinned ones").click())
+    stop = visit.page.get_by_role("button", name="Stop")
+    stop.wait_for()
+    stop.click()
+    button(visit, "Run the pinned ones").wait_for()  # and it does not begin again by itself
+    visit.page.wait_for_timeout(1500)
+    assert not stop.count()
+    assert_clean(visit)
+
+
+@pytest.mark.parametrize(
+    "pin",
+    ["distribution=uniform&qk_correlation=0.5", "device=cuda:9", "dtype=garbage", "kind=additive&kv_len=32", ""],
+)
+def test_a_pin_that_can_not_run_is_refused_and_takes_nothing_down(cold_app, open_reader, pin):
+    visit = open_reader(cold_app)
+    open_lab(visit, pin=pin)
+    bench(visit).locator("h3").nth(1).wait_for(timeout=60_000)
+    assert "page ran into an error" not in " ".join(visit.texts())
+    assert series(visit) == []
+    assert "Traceback" not in cold_app.log_text()
+    assert_clean(visit)
+
+
+def test_a_median_over_seeds_is_not_pinned_as_one_run(app, open_reader):
+    visit = open_reader(app)
+    open_lab(visit, d_k="16", seed="5", q_mean="0.3")
+    alone = figures(visit)
+    visit.act(lambda: button(visit, "Run on this device").click())
+    bench(visit).get_by_text("±").first.wait_for(timeout=60_000)
+    visit.idle()
+    assert figures(visit) != alone
+    visit.act(lambda: button(visit, "Pin").click())
+    other = open_reader(app)
+    other.page.goto(visit.page.url)
+    bench(other).locator("h3").nth(1).wait_for(timeout=60_000)
+    other.idle()
+    assert figures(other) == alone
     assert_clean(visit)
 
 

@@ -78,7 +78,7 @@ def law(experiment: Experiment) -> None:
         ("[(q * target).sum(dim=-1, keepdim=True), ", "["),  # no target among the keys
         ('"base_over_d": 8 / params.d_k', '"base_over_d": 8 / math.sqrt(params.d_k)'),
         ("math.log(params.kv_len) / math.sqrt(params.d_k)", "math.log(params.d_k) / math.sqrt(params.d_k)"),
-        ("np.outer(ALIGNMENTS, _rows(q_squared))", "np.outer(ALIGNMENTS**2, _rows(q_squared))"),
+        ("np.outer(ALIGNMENTS, per_row(q_squared))", "np.outer(ALIGNMENTS**2, per_row(q_squared))"),
         ("(qk[..., 1:] * c).logsumexp(dim=-1)", "(qk * c).logsumexp(dim=-1)"),  # the target counted among the others
     ],
 )

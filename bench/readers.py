@@ -1,4 +1,4 @@
-"""Readers at once, one moved slider a second each, while one of them trains: how long a rerun takes on the server."""
+"""Readers at once, one moved slider a second each, while one more trains: how long a rerun takes on the server."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ TRAINING = f"card={CARD}&lang=en&lab=training"
 
 
 def settle(reader: Reader) -> None:
-    """Until the engine is there and nothing polls any more."""
+    """Until the page has its chart and a moved slider is answered by a run, and no longer by a job that waits."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         reader.rerun()
-        if any(True for _ in reader.elements("vega_lite_chart")):
-            return
+        filled = [f for f in reader.elements("button") if f.proto.type == "primary"]  # the trivial page has none
+        if any(True for _ in reader.elements("vega_lite_chart")) and all(not f.proto.disabled for f in filled):
+            break
         time.sleep(0.2)
-    raise RuntimeError("no chart within a minute")
+    else:
+        raise RuntimeError("no chart within a minute")
+    while time.monotonic() < until and reader.slide(first_slider(reader), 0) > 0.25:
+        time.sleep(0.5)  # torch is being imported
 
 
 def first_slider(reader: Reader) -> Found:
@@ -87,19 +91,11 @@ def rows() -> Iterator[Row]:
             app = stack.enter_context(serve())
             trivial = stack.enter_context(serve("bench/apps/trivial.py", environment={"BENCH_FOLDER": str(FOLDER)}))
             floor = measured(trivial, "", "", n, None)
-            alone = measured(app, "cards", f"card={CARD}&lang=en", n, None)
             ours = measured(app, "cards", f"card={CARD}&lang=en", n, partial(train, app.url))
         middle, high = median_and_p95(floor)
         who = "1 reader" if n == 1 else f"{n} readers"
         yield Row("readers", f"{who}, trivial page, p95", high, "ms", f"median {middle:.0f}, n {len(floor)}")
         limit = max(AIM_MS, 1.5 * high)
-        for label, times in (("", alone), (", one of them trains", ours)):
-            middle, tail = median_and_p95(times)
-            yield Row(
-                "readers",
-                f"{who}{label}, p95",
-                tail,
-                "ms",
-                f"median {middle:.0f}, n {len(times)}",
-                limit if label else None,
-            )
+        middle, tail = median_and_p95(ours)
+        note = f"median {middle:.0f}, n {len(ours)}"
+        yield Row("readers", f"{who} of a card, one more trains, p95", tail, "ms", note, limit)

@@ -23,6 +23,8 @@ SLOW = (
     "test_training_learns_and",
     "test_executors.py",
     "test_the_estimate_holds_where",
+    "test_a_bound_is_refused",
+    "test_what_a_large_run_held",
     "test_an_export_prints_what_the_app_measures",
 )
 

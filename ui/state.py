@@ -66,8 +66,15 @@ class Reader:
 
 
 def reader() -> Reader:
-    """The state of this visit, made at its first use."""
-    return st.session_state.setdefault("reader", Reader())
+    """The state of this visit, made at its first use.
+
+    Asked for with every label: a default made each time would draw a new id, which lets go of Python's lock, and a page
+    beside a training would wait for it forty times.
+    """
+    if "reader" not in st.session_state:
+        st.session_state["reader"] = Reader()
+    found: Reader = st.session_state["reader"]
+    return found
 
 
 # -- the link ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from content.loader import load_deck
-from ui import prose
+from ui import prose, state
 from ui.frame import PAGES
 
 DECK = load_deck()
@@ -143,3 +143,12 @@ def test_citations_side_by_side_share_a_bracket_and_only_addresses_are_links(mon
     monkeypatch.setattr(prose.state, "language", lambda: lang)
     links = [DECK.sources[key].link for key in ("vaswani2017", "yang2022")]
     assert prose.cited(text) == shown.format(*links)
+
+
+def test_a_visit_is_made_once_however_often_it_is_asked_for(monkeypatch):
+    made = []
+    original = state.Reader
+    monkeypatch.setattr(state, "Reader", lambda: made.append(1) or original())
+    app = opened("cards", "en", card="sdpa-scale-sqrt-dk")
+    assert not app.exception
+    assert len(made) == 1

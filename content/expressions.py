@@ -27,19 +27,6 @@ def evaluate(text: str, values: Mapping[str, Value] | None = None) -> Value | tu
     return _value(node, names, text)
 
 
-def names_in(text: str) -> set[str]:
-    """The names that an expression uses.
-
-    Raises: ValueError.
-    """
-    called = {id(n.func) for n in ast.walk(_parse(text)) if isinstance(n, ast.Call)}
-    return {
-        n.id
-        for n in ast.walk(_parse(text))
-        if isinstance(n, ast.Name) and id(n) not in called and n.id not in _FUNCTIONS
-    }
-
-
 def whole(value: Value) -> int:
     """A count as an int.
 

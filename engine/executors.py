@@ -179,7 +179,7 @@ def explained() -> Iterator[None]:
         raise WorkersLost("the connection to the scheduler is lost") from error
     except concurrent.futures.BrokenExecutor as error:
         raise WorkersLost(f"a worker process ended during a run, perhaps for lack of memory ({error})") from error
-    except Exception as error:
+    except Exception as error:  # the two below have no type to be caught by here; anything else passes unchanged
         if type(error).__name__ == "KilledWorker":  # of distributed, which may not be installed
             raise WorkersLost(
                 f"several workers died over the same run, perhaps for lack of memory ({error})"

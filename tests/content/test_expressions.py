@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from content.expressions import equal, evaluate, names_in, whole
+from content.expressions import equal, evaluate, whole
 from content.schema import arithmetic
 
 
@@ -122,8 +122,7 @@ def test_equal_expressions():
     assert not equal("(n, d)", "n*d", draws)
 
 
-def test_names_and_whole_numbers():
-    assert names_in("2*n_layers*min(d_k, w)") == {"n_layers", "d_k", "w"}
+def test_whole_numbers():
     assert whole(Fraction(4)) == 4
     with pytest.raises(ValueError, match=r"3\.5 is not a whole number"):
         whole(Fraction(7, 2))

@@ -385,7 +385,10 @@ def test_a_map_is_refused_as_a_whole_when_one_run_does_not_fit(pretend):
 
 def test_measured_times_are_measured_anew_for_everyone(pretend):
     taken = iter(range(100))
-    body = lambda params, run: Result({"value": 1.0, "time_s": float(next(taken))})  # noqa: E731
+
+    def body(params, run):
+        return Result({"value": 1.0, "time_s": float(next(taken))})
+
     pretend(body, metrics=(Metric("value"), Metric("time_s", "s", measured=True)))
     assert [run("pretended", {}).metrics["time_s"] for _ in range(3)] == [0, 1, 2]
     assert run("pretended", {}, cached=True).metrics["time_s"] == 2  # unless the known one is asked for

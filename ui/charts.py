@@ -36,6 +36,7 @@ class _Words:
     series: tuple[str, ...]
     facets: tuple[str, ...]
     x_is_text: bool
+    single: bool  # one place on the x axis only
     colour: str
 
 
@@ -80,6 +81,7 @@ def _prepare(plot: Plot, table: Table) -> tuple[pd.DataFrame, _Words]:
         series=_in_order(frame[plot.by]) if plot.by else (),
         facets=_in_order(frame[plot.facet]) if plot.facet else (),
         x_is_text=frame[plot.x].dtype.kind not in "iuf",
+        single=frame[plot.x].nunique() == 1,
         colour=TEXT_COLOUR[st.context.theme.type or "light"],
     )
     if plot.by and frame[plot.by].dtype.kind in "iuf":  # a legend of numbers is read as names, not as a ramp
@@ -150,7 +152,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
         band = {"color": series["color"]} if plot.by else {}
         area = base.mark_area(opacity=0.18)
         layers.append(area.encode(x=x, y=alt.Y(plot.low, type="quantitative", title=words.y), y2=plot.high, **band))
-    layers.append(_mark(base, plot).encode(x=x, y=y, tooltip=tooltip, **series))
+    layers.append(_mark(base, plot, words.single).encode(x=x, y=y, tooltip=tooltip, **series))
     if plot.theory:
         law = base.mark_line(strokeDash=[5, 4], strokeWidth=1.5, color=words.colour)
         detail = {"detail": alt.Detail(plot.by, type="nominal")} if plot.by and not plot.one_law else {}
@@ -199,9 +201,9 @@ def _legend_columns(series: tuple[str, ...]) -> int:
     return 3 if longest <= 9 else 2 if longest <= 18 else 1
 
 
-def _mark(base: Any, plot: Plot) -> Any:
+def _mark(base: Any, plot: Plot, single: bool) -> Any:
     if plot.mark == "line":
-        return base.mark_line(strokeWidth=2, point=False)
+        return base.mark_line(strokeWidth=2, point=single)  # a line through one point is not to be seen
     if plot.mark == "bar":
         return base.mark_bar()
     if plot.mark == "area":

@@ -24,7 +24,7 @@ def draw() -> None:
         st.info(t("no_claims"), icon=":material/search_off:")
         return
     found = _filtered(everything)
-    counts = ledger.counts(everything)
+    counts = ledger.counts(found)
     st.markdown("　".join(f"{ledger.SIGNS[v]} {t('verdict_' + v)} {n}" for v, n in counts.items() if n))
     with st.container(horizontal=True, vertical_alignment="center"):
         st.button(

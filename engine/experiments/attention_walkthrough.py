@@ -101,7 +101,7 @@ MAX_LOGITS = 2**20  # of a call; it is made four times
 MAX_PRODUCTS = 2**28  # multiplications in the four projections of a call: some 30 ms
 N_SHOWN = 48  # queries and keys of the map
 N_COORDINATES = 64  # coordinates of the plots
-AXES = 4
+AXES = ("axis_1", "axis_2", "axis_3", "axis_4")
 
 
 def memory_bytes(params: Params) -> int:
@@ -150,7 +150,18 @@ def run(params: Params, run: Run) -> Result:
     size = call.out.square().mean().sqrt().clamp_min(torch.finfo(call.out.dtype).tiny)  # 0 where all was dropped
     rows, columns = call.weights.sum(dim=-1), call.weights.sum(dim=-2)  # (batch, n_heads, q_len), (..., kv_len)
     mapped = _join(call.v) @ matrices.W_o  # what the layer would return if all heads looked at one token
-    tensors = {"x": x} | ({} if same else {"x_kv": x_kv}) | call._asdict()
+    tensors = {
+        "x": x,
+        **({} if same else {"x_kv": x_kv}),
+        "q": call.q,
+        "k": call.k,
+        "v": call.v,
+        "logits": call.logits,
+        "weights": call.weights,
+        "context": call.context,
+        "joined": call.joined,
+        "out": call.out,
+    }
     sizes = {name: _stored_bytes(tensor, params.number_format) for name, tensor in tensors.items()}
     metrics = {
         "row_sum_min": rows.min(),
@@ -356,6 +367,6 @@ def _range(name: str, mean: torch.Tensor, range_name: str, points: torch.Tensor)
 
 def _sizes(tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> Table:
     """Shape and bytes of each tensor; 0 for an axis that it does not have."""
-    shapes = np.array([[*t.shape, *[0] * (AXES - t.ndim)] for t in tensors.values()])
-    axes = {f"axis_{i + 1}": shapes[:, i] for i in range(AXES)}
+    shapes = np.array([[*t.shape, *[0] * (len(AXES) - t.ndim)] for t in tensors.values()])
+    axes = {name: shapes[:, i] for i, name in enumerate(AXES)}
     return {"tensor": np.array(list(tensors)), **axes, "stored_bytes": np.array(list(sizes.values()))}

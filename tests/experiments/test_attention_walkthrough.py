@@ -188,23 +188,30 @@ def test_law_holds_and_catches_a_broken_engine(old, new):
     assert_law_catches(law, NAME, old, new)
 
 
-@pytest.mark.parametrize("settings", [{}, {"causal": True}, {"keys_from": "other_sequence", "kv_len": 9}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"causal": True}, {"keys_from": "other_sequence", "kv_len": 9}, {"sink": True}]
+)
 def test_the_last_output_is_that_of_pytorchs_layer(settings):
-    """The same matrices in torch.nn.MultiheadAttention, which splits, scales, masks and joins by itself."""
+    """The same matrices in torch.nn.MultiheadAttention, which splits, scales, masks and joins by itself.
+
+    Its ``add_zero_attn`` appends a key and a value of zeros: the logit of the sink.
+    """
     given = {"batch": 1, "q_len": 6, "n_heads": 4, "d_model": 32, "d_k": 8, "d_v": 8} | settings
     result, draws = recorded(get(NAME), seed=9, **given)
     drawn = [torch.from_numpy(d) for d in draws]
     x = drawn.pop(0)
     x_kv = x if "keys_from" not in settings else drawn.pop(0)
-    layer = torch.nn.MultiheadAttention(32, 4, bias=False, batch_first=True, dtype=torch.float64)
+    sink = "sink" in settings
+    layer = torch.nn.MultiheadAttention(32, 4, bias=False, batch_first=True, add_zero_attn=sink, dtype=torch.float64)
     with torch.no_grad():
         layer.in_proj_weight.copy_(torch.cat([W.T for W in drawn[:3]]) / math.sqrt(32))
         layer.out_proj.weight.copy_(drawn[3].T / math.sqrt(32))
         mask = torch.ones(6, 6, dtype=torch.bool).triu(1) if "causal" in settings else None  # True is hidden here
         out, weights = layer(x, x_kv, x_kv, attn_mask=mask, average_attn_weights=False)
     np.testing.assert_allclose(result.tables["out"]["out"], out[0, -1].numpy(), rtol=1e-12, atol=1e-12)  # float64
-    shown = result.tables["weights"]["attention_weight"].reshape(weights.shape[-2:])
-    np.testing.assert_allclose(shown, weights[0, 0].numpy(), atol=1e-7)  # drawn in float32
+    weights = weights[0, 0, :, : x_kv.shape[1]]
+    shown = result.tables["weights"]["attention_weight"].reshape(weights.shape)
+    np.testing.assert_allclose(shown, weights.numpy(), atol=1e-7)  # drawn in float32
 
 
 def metrics(seed: int = 1, **params: object) -> dict[str, float]:

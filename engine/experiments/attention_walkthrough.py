@@ -54,7 +54,7 @@ class Params(BaseParams):
     dropout: float = number(0.0, low=0, high=0.9, step=0.1)
     sink: bool = flag(False)
     rope: bool = flag(False)
-    number_format: str = choice("bfloat16", "float16", "float32")
+    stored_as: str = choice("bfloat16", "float16", "float32")  # for the sizes; the call runs in the dtype of the run
     batch: int = number(2, low=1, high=64, log2=True)
 
     def rules(self) -> Iterator[Problem]:
@@ -73,13 +73,13 @@ class Params(BaseParams):
 
 
 METRICS = (
-    Metric("row_sum_min"),
     Metric("row_sum_max"),
-    Metric("column_sum_min"),
     Metric("column_sum_max"),
-    Metric("first_column_sum"),
-    Metric("sdpa_difference"),
     Metric("earlier_output_change"),
+    Metric("sdpa_difference"),
+    Metric("row_sum_min"),
+    Metric("column_sum_min"),
+    Metric("first_column_sum"),
     Metric("order_difference"),
     Metric("refactored_difference"),
     Metric("context_outside_share"),
@@ -162,15 +162,15 @@ def run(params: Params, run: Run) -> Result:
         "joined": call.joined,
         "out": call.out,
     }
-    sizes = {name: _stored_bytes(tensor, params.number_format) for name, tensor in tensors.items()}
+    sizes = {name: _stored_bytes(tensor, params.stored_as) for name, tensor in tensors.items()}
     metrics = {
-        "row_sum_min": rows.min(),
         "row_sum_max": rows.max(),
-        "column_sum_min": columns.min(),
         "column_sum_max": columns.max(),
-        "first_column_sum": columns[..., 0].mean(),
-        "sdpa_difference": (call.context - reference).abs().max(),
         "earlier_output_change": (after_replacing - call.out)[:, :-1].abs().max() / size,
+        "sdpa_difference": (call.context - reference).abs().max(),
+        "row_sum_min": rows.min(),
+        "column_sum_min": columns.min(),
+        "first_column_sum": columns[..., 0].mean(),
         "order_difference": (after_reversing - call.out).abs().max() / size,
         "refactored_difference": (after_refactoring - call.out).abs().max() / size,
         "context_outside_share": _outside_share(call.context, call.v),
@@ -331,11 +331,11 @@ def _outside_share(means: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     return ((means < low) | (means > high)).to(means.dtype).mean()
 
 
-def _stored_bytes(tensor: torch.Tensor, number_format: str) -> int:
+def _stored_bytes(tensor: torch.Tensor, stored_as: str) -> int:
     """Bytes of a tensor of this shape in a number format, counted from a tensor without storage."""
     import torch
 
-    return int(torch.empty(tensor.shape, dtype=getattr(torch, number_format), device="meta").nbytes)
+    return int(torch.empty(tensor.shape, dtype=getattr(torch, stored_as), device="meta").nbytes)
 
 
 def _map(weights: torch.Tensor) -> Table:
@@ -352,7 +352,7 @@ def _map(weights: torch.Tensor) -> Table:
 def _sums(rows: torch.Tensor, columns: torch.Tensor) -> Table:
     rows, columns = (sums[:N_SHOWN] for sums in (rows, columns))
     return {
-        "summed_over": np.repeat(["keys", "queries"], [len(rows), len(columns)]),
+        "summed_over": np.repeat(["rows", "columns"], [len(rows), len(columns)]),
         "position": np.concatenate([np.arange(len(rows)), np.arange(len(columns))]),
         "weight_sum": np.concatenate([rows.cpu().double().numpy(), columns.cpu().double().numpy()]),
     }

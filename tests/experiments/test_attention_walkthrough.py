@@ -146,9 +146,9 @@ def law(experiment: Experiment) -> None:
         np.testing.assert_allclose(table["attention_weight"], shown, rtol=1e-4, atol=1e-6)  # drawn in float32
         assert len(shown) == call["weights"][0, 0].size
         sums = result.tables["sums"]
-        np.testing.assert_allclose(sums["weight_sum"][sums["summed_over"] == "keys"], rows[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(sums["weight_sum"][sums["summed_over"] == "rows"], rows[0], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(
-            sums["weight_sum"][sums["summed_over"] == "queries"], columns[0], rtol=1e-4, atol=1e-5
+            sums["weight_sum"][sums["summed_over"] == "columns"], columns[0], rtol=1e-4, atol=1e-5
         )
         for name, vector, points in (
             ("context", call["contexts"][0, 0][-1], call["values"][0, 0]),

@@ -20,6 +20,31 @@ def _jacobian_norm(weights: Any) -> Any:
     return (s2 - 2 * s3 + s2**2).clamp_min(0).sqrt()
 
 
+def attention_walkthrough(p: Any, run: Run) -> Any:
+    """One call four times, with another last token, another order and other matrices; sums, ranges and differences."""
+    import torch
+
+    x, other = run.randn(p.batch, p.q_len, p.d_model), run.randn(p.batch, 1, p.d_model)
+    W_q, W_k = (run.randn(p.d_model, p.n_heads, p.d_k) / p.d_model**0.5 for _ in range(2))
+    W_v, W_o = run.randn(p.d_model, p.n_heads, p.d_v) / p.d_model**0.5, run.randn(p.n_heads, p.d_v, p.d_model)
+    R, S = run.randn(p.n_heads, p.d_k), run.randn(p.n_heads, p.d_v)
+    mirrored = [W - 2 * (W * u).sum(-1, keepdim=True) * u for W, u in ((W_q, R), (W_k, R), (W_v, S))]
+    found = []
+    for tokens, matrices in (
+        (x, (W_q, W_k, W_v)),
+        (torch.cat((x[:, :-1], other), 1), (W_q, W_k, W_v)),
+        (x.flip(1), (W_q, W_k, W_v)),
+        (x, mirrored),
+    ):
+        q, k, v = ((tokens @ W.flatten(1)).unflatten(-1, (p.n_heads, -1)).transpose(1, 2) for W in matrices)
+        weights = torch.softmax(q @ k.mT * p.d_k**-0.5, -1)
+        context = weights @ v
+        found.append(context.transpose(1, 2).flatten(2) @ W_o.flatten(0, 1))
+    reference = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    found += [weights.sum(-1), weights.sum(-2), (context - reference).abs().max(), v.amin(-2), v.amax(-2)]
+    return found
+
+
 def qk_variance(p: Any, run: Run) -> Any:
     """Draw q and k, multiply, sum: one logit a pair; its moments and histogram."""
     q, k = run.randn(p.n_pairs, p.d_k), run.randn(p.n_pairs, p.d_k)

@@ -109,7 +109,7 @@ def run(params: Params, run: Run) -> Result:
         run.progress(start / params.seq_len)
         keep = places <= places[start : start + rows, None]  # (rows, seq_len)
         weights = softmax(mask_logits(logits[:, None, :].expand(-1, len(keep), -1), keep))
-        shares.append(weights[..., 0])  # the mark of the first token, averaged: its weight times 1
+        shares.append(weights[..., 0].clone())  # the first token's mark, averaged; a view would keep the whole chunk
         squares.append(context(weights, v).square().mean(dim=(0, 2)))
     share = torch.cat(shares, dim=1).to(getattr(torch, params.number_format)).cpu().double().numpy()
     spread = torch.cat(squares).sqrt().cpu().double().numpy()

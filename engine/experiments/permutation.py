@@ -8,7 +8,7 @@ still reads its prefix without order in the first layer.
 
 The stack is random, as before training: pre-norm blocks with matrices N(0, 1/fan_in), tokens N(0, 1), and a learned
 table of positions drawn like the tokens. Errors are largest differences of any coordinate, in units of the root mean
-square of the outputs: rounding is near 1e-7 in float32.
+square of the outputs: two layers round to some 1e-6 in float32.
 
 Sources: vaswani2017, section 3.5; lee2019, abstract (attention on sets); zuo2024, abstract (without mask and positions
 the last output does not see the order of the others).

@@ -157,6 +157,45 @@ def normalized_logits(p: Any, run: Run) -> Any:
     return found
 
 
+def permutation(p: Any, run: Run) -> Any:
+    """A sequence and the same tokens moved through all layers, ten times, one mask in two and one bias in five."""
+    import torch
+    from torch.nn.functional import gelu, layer_norm
+
+    d = p.d_model
+    x = run.randn(p.n_distinct, d)[torch.arange(p.seq_len) % p.n_distinct]
+    shapes = [(d, d)] * 4 + [(d, 4 * d), (4 * d, d)]
+    layers = [[run.randn(*shape) / shape[0] ** 0.5 for shape in shapes] for _ in range(max(2, p.n_layers))]
+
+    def outputs(x: Any, causal: bool = False, biased: bool = False) -> Any:
+        n = x.shape[-2]
+        later = torch.ones(n, n, dtype=torch.bool).triu(1)
+        for W_q, W_k, W_v, W_o, W_up, W_down in layers:
+            normed = layer_norm(x, (d,))
+            q, k, v = ((normed @ W).unflatten(-1, (p.n_heads, -1)).transpose(-3, -2) for W in (W_q, W_k, W_v))
+            logits = q @ k.mT * q.shape[-1] ** -0.5
+            logits = logits + torch.arange(n) if biased else logits
+            weights = torch.softmax(logits.masked_fill(later, -torch.inf) if causal else logits, -1)
+            x = x + (weights @ v).transpose(-3, -2).flatten(-2) @ W_o
+            x = x + gelu(layer_norm(x, (d,)) @ W_up) @ W_down
+        return x
+
+    order = run.rand(p.seq_len).argsort()
+    found = [outputs(torch.stack((x, x[order])), causal, code == 4) for code in range(5) for causal in (False, True)]
+    changes = [(moved - still[order]).abs().amax(-1) for still, moved in found]
+    return changes, outputs(torch.cat((x, x))[None]), outputs(torch.cat((x[:1], x))[None])
+
+
+def prefix_average(p: Any, run: Run) -> Any:
+    """Weights of causal rows with one logit a key, the averages under them, and their spread."""
+    import torch
+
+    logits, v = p.logits_std * run.randn(p.n_heads, 1, p.seq_len), run.randn(p.n_heads, p.seq_len, p.d_v)
+    later = torch.ones(p.seq_len, p.seq_len, dtype=torch.bool).triu(1)
+    weights = torch.softmax(logits.expand(-1, p.seq_len, -1).masked_fill(later, -torch.inf), -1)
+    return weights[..., 0].quantile(torch.tensor([0.1, 0.5, 0.9]), dim=0), (weights @ v).square().mean((0, 2)).sqrt()
+
+
 def fold_scale(p: Any, run: Run) -> Any:
     """Two copies of one head trained by Adam for the steps asked for."""
     import torch

@@ -45,7 +45,7 @@ class Params(BaseParams):
     base: float = number(BASE, low=10, high=10_000_000)
     vectors: str = choice(*SHOWN, "one_pair")
     pair: int = number(0, low=0, high=127)
-    peak_distance: int = number(100, low=0, high=4096)
+    peak_distance: int = number(100, low=1, high=4096, log2=True)
     encoding: str = choice("rotate_qk", "add_to_qk")
     pairing: str = choice("half_split", "interleaved", "mixed_pairing")
     far_distance: int = number(256, low=1, high=16384, log2=True)

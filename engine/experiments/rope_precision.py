@@ -36,11 +36,11 @@ FLOAT16_MAX = 65504
 
 @dataclass(frozen=True)
 class Params(BaseParams):
-    position: int = number(4001, low=1, high=2**20)
+    position: int = number(4001, low=1, high=2**20, log2=True)
     low_dtype: str = choice(*DTYPES)
     rounded: str = choice(*ROUNDED)
     stored_in: str = choice("float64", "float32", "bfloat16", "float16")
-    key_distance: int = number(7, low=0, high=4096)
+    key_distance: int = number(7, low=1, high=4096, log2=True)
     d_k: int = number(64, low=2, high=256, log2=True)
     base: float = number(BASE, low=10, high=10_000_000)
     position_scaling: float = number(1.0, low=1, high=64, step=1)

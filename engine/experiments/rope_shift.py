@@ -45,7 +45,7 @@ ROTATIONS = ("planes", "one_rotation", "grid_axial", "grid_mixed", "grid_two_rot
 class Params(BaseParams):
     scheme: str = choice("rotate_qk", "rotate_qkv", "rotate_qkvo", "rotate_x", "add_to_x")
     rotation: str = choice(*ROTATIONS)
-    position_shift: int = number(500, low=0, high=16384)
+    position_shift: int = number(500, low=1, high=16384, log2=True)
     d_k: int = number(64, low=4, high=128, log2=True)
     seq_len: int = number(16, low=2, high=64)
     base: float = number(BASE, low=10, high=10_000_000)

@@ -122,12 +122,6 @@ def test_what_is_relative_stays_and_nothing_else(scheme, rotation):
     assert metrics["position_effect"] > 0.1  # nowhere is it constant because positions do nothing
 
 
-@pytest.mark.parametrize(("scheme", "rotation"), PAIRS)
-def test_no_shift_changes_nothing(scheme, rotation):
-    metrics = run(get(NAME), seed=1, scheme=scheme, rotation=rotation, position_shift=0).metrics
-    assert metrics["logits_change"] == metrics["context_change"] == metrics["weights_change_tv"] == 0
-
-
 def test_tables_show_each_series_at_every_shift():
     result = run(get(NAME), seed=2, scheme="rotate_qkv", position_shift=64)
     values = result.tables["values"]

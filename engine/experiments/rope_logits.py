@@ -107,10 +107,10 @@ def run(params: Params, run: Run) -> Result:
     positions = torch.arange(params.seq_len)
     turned_q, turned_k = _at(params, q[0], positions, "q"), _at(params, k[0], positions, "k")  # (seq_len, d_k)
     matrix = qk_product(turned_q, turned_k)
-    diagonals = [matrix.diagonal(offset) for offset in range(1 - params.seq_len, params.seq_len)]
-    spreads = [(diagonal.max() - diagonal.min()).item() for diagonal in diagonals]
+    diagonal = positions[:, None] - positions + params.seq_len - 1  # numbers the diagonals from 0
+    highest, lowest = (_by_diagonal(matrix, diagonal, reduce) for reduce in ("amax", "amin"))
     by_distance = _relative_logits(params, q[0], k[0], torch.arange(1 - params.seq_len, params.seq_len))
-    relative = by_distance[positions[:, None] - positions + params.seq_len - 1]
+    relative = by_distance[diagonal]
     norms = turned_q.norm(dim=-1) / q[0].norm()
     run.progress(0.3)
 
@@ -127,7 +127,7 @@ def run(params: Params, run: Run) -> Result:
     decay, plain = steps.abs().max() * partial, h.abs().sum()
     wavelengths = 2 * math.pi / exact_angles(torch.ones(()), params.d_k, params.base)
     metrics = {
-        "diagonal_spread": max(spreads) / lengths[0].item(),
+        "diagonal_spread": ((highest - lowest).max() / lengths[0]).item(),
         "matrix_spread": ((matrix.max() - matrix.min()) / lengths[0]).item(),
         "norm_change": (norms - 1).abs().max().item(),
         "complex_difference": ((matrix - relative).abs().max() / lengths[0]).item(),
@@ -211,6 +211,12 @@ def _cosines(params: Params, q: torch.Tensor, k: torch.Tensor, distance: int) ->
     at_query, at_key = torch.tensor([distance]), torch.tensor([0])
     logits = (_at(params, q, at_query, "q") * _at(params, k, at_key, "k")).sum(dim=-1)
     return logits / (q.norm(dim=-1) * k.norm(dim=-1))
+
+
+def _by_diagonal(matrix: torch.Tensor, diagonal: torch.Tensor, reduce: str) -> torch.Tensor:
+    """The largest or smallest number of each diagonal. Shapes: (seq_len, seq_len) twice; (2 seq_len - 1,)."""
+    empty = matrix.new_zeros(2 * len(matrix) - 1)
+    return empty.scatter_reduce(0, diagonal.flatten(), matrix.flatten(), reduce, include_self=False)
 
 
 def _partial_sums(params: Params, distances: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,9 @@ With the pairs of coordinates as complex numbers, q at position m and k at posit
 .. math:: \langle R_m q, R_n k\rangle = \mathrm{Re}\sum_j q_j \bar k_j\, e^{\mathrm i(m-n)\theta_j}
 
 The matrix of these logits is constant along its diagonals. How it runs with the distance is up to q and k: equal ones
-start high and fall, independent ones neither fall nor rise on average, and a key turned on purpose peaks at any
-distance that one wants. With :math:`h_j = q_j\bar k_j` and :math:`S_j(r) = \sum_{i<j} e^{\mathrm i r\theta_i}`, |logit|
-is at most ``plain_bound`` :math:`\sum_j|h_j|`, and also at most ``decay_bound``
+start high and fall, independent ones of mean 0 neither fall nor rise on average, and a key turned on purpose peaks at
+any distance that one wants. With :math:`h_j = q_j\bar k_j` and :math:`S_j(r) = \sum_{i<j} e^{\mathrm i r\theta_i}`,
+|logit| is at most ``plain_bound`` :math:`\sum_j|h_j|`, and also at most ``decay_bound``
 :math:`\max_j|h_{j+1}-h_j|\,\sum_j|S_j(r)|`, the one that falls with the distance.
 
 Positions that are *added* (sinusoids of the same frequencies, added to q and k) leave terms that depend on m and on n.

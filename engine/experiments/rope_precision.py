@@ -2,8 +2,8 @@ r"""Rotary angles in a number format: what position, frequency and product lose,
 
 An angle :math:`t\,\theta_j` grows with the position t, and so does the spacing of the numbers of a format: a bfloat16
 angle near 4000 is rounded to a multiple of 16, more than two full turns. The fast pairs (small j) suffer, the slow ones
-do not. bfloat16 also has no 4001 among its numbers; several positions become one. A frequency rounded by itself does
-little harm: it is another frequency, and q·k still depends on the distance alone.
+do not. bfloat16 also has no 4001 among its numbers; several positions become one. A frequency rounded by itself
+leaves q·k a function of the distance alone; it is another frequency, though, and its error grows with the distance.
 
 Another rounding stands apart: cos and sin, and the rotated q and k, kept in ``stored_in``. It does not grow with t.
 

@@ -18,7 +18,7 @@ What is rotated may be rotated in five ways:
 ``grid_two_rotations``  :math:`e^{xA}e^{yB}` with A and B that do not commute
 
 Sources: Su et al. 2021, RoFormer (arXiv:2104.09864), section 3.2.2; Su 2025, https://kexue.fm/archives/10862 (rotated
-values); Heo et al. 2024 (arXiv:2403.13298), abstract (axial and mixed).
+values); https://github.com/naver-ai/rope-vit, models/vit_rope.py (axial and mixed).
 """
 
 from __future__ import annotations

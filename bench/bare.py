@@ -353,3 +353,70 @@ def attention_is_not_explanation(p: Any, run: Run) -> Any:
             after = model.forward(weights, tokens.expand(12, -1), edit_weights=edit).log_softmax(-1)
             found += [(before.exp() - after.exp()).abs().sum(-1), torch.logaddexp(before, after).exp().sum(-1)]
     return found
+
+
+def rope_logits(p: Any, run: Run) -> Any:
+    """One q at all distances in float64, the matrix of positions, the drawn pairs twice, four curves, partial sums."""
+    import torch
+
+    q, k = run.randn(p.n_pairs, p.d_k).double(), run.randn(p.n_pairs, p.d_k).double()
+    theta = p.base ** (-torch.arange(0, p.d_k, 2, dtype=torch.float64) / p.d_k)
+
+    def turned(x: Any, at: Any) -> Any:
+        cos, sin = (at[:, None] * theta).cos(), (at[:, None] * theta).sin()
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+    at, all_distances, shown = torch.arange(p.seq_len), torch.arange(p.far_distance + 1), torch.arange(65)
+    found = [turned(q[0], at) @ turned(k[0], at).mT, turned(q[0], all_distances) @ k[0]]
+    found += [(turned(q, torch.tensor([r])) * k).sum(-1) for r in (0, p.far_distance)]
+    found += [turned(q[0], shown) @ x for x in (q[0], k[0], k[1], k[0])]
+    angles = shown[:, None] * theta
+    return found, torch.polar(torch.ones_like(angles), angles).cumsum(-1).abs().sum(-1)
+
+
+def rope_shift(p: Any, run: Run) -> Any:
+    """The head at two shifts, and ten encodings at seven; two eigendecompositions for the free rotations."""
+    import torch
+
+    d_k = p.d_k
+    x = run.randn(p.seq_len, d_k).double()
+    W = run.randn(3, d_k, d_k).double() / d_k**0.5
+    square = run.randn(2, d_k, d_k).double()
+    run.randn(2, d_k // 2)
+    theta = p.base ** (-torch.arange(0, d_k, 2, dtype=torch.float64) / d_k)
+    found = []
+    vectors = torch.linalg.eigh(1j * (square - square.mT))[1]
+    for number, shifts in enumerate([2, *[7] * 10]):
+        angles = (500.0 * torch.arange(shifts)[:, None] + torch.arange(p.seq_len))[..., None] * theta
+        q, k, v = (x.expand(shifts, -1, -1) @ w for w in W)
+        if number in (1, 2):
+            q, k = ((z.to(vectors.dtype) @ vectors[0] @ vectors[0].mH).real for z in (q, k))
+        else:
+            cos, sin = angles.cos(), angles.sin()
+            halves = [z.chunk(2, -1) for z in (q, k)]
+            q, k = (torch.cat((a * cos - b * sin, a * sin + b * cos), -1) for a, b in halves)
+        logits = q @ k.mT * d_k**-0.5
+        read = torch.softmax(logits, -1) @ v
+        found += [(logits - logits[0]).square().mean((1, 2)), (read - read[0]).square().mean((1, 2))]
+    return found
+
+
+def rope_precision(p: Any, run: Run) -> Any:
+    """q and k rotated twice at the position; 16 of them at seventeen positions in three formats; all positions cast."""
+    import torch
+
+    q, k = run.randn(p.n_pairs, p.d_k).double(), run.randn(p.n_pairs, p.d_k).double()
+    theta = p.base ** (-torch.arange(0, p.d_k, 2, dtype=torch.float64) / p.d_k)
+    found = []
+    for n, at, dtype in [(p.n_pairs, p.position, torch.bfloat16)] + [
+        (16, 2 * i + 9, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32) for i in range(17)
+    ]:
+        for low in (True, False):
+            angles = (torch.tensor(at).to(dtype) * theta.to(dtype)).double() if low else at * theta
+            cos, sin = angles.cos(), angles.sin()
+            turned = [
+                torch.cat((a * cos - b * sin, a * sin + b * cos), -1) for a, b in (z[:n].chunk(2, -1) for z in (q, k))
+            ]
+            found.append((turned[0] * turned[1]).sum(-1).square().mean())
+    return found, torch.arange(p.position + 1).to(torch.bfloat16).diff().count_nonzero()

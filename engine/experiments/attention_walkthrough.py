@@ -57,6 +57,10 @@ class Params(BaseParams):
     stored_as: str = choice("bfloat16", "float16", "float32")  # for the sizes; the call runs in the dtype of the run
     batch: int = number(2, low=1, high=64, log2=True)
 
+    def unread(self) -> frozenset[str]:
+        same, masked = self.keys_from == "same_sequence", self.causal
+        return frozenset({"kv_len"} if same else ()) | frozenset(() if masked else {"mask_position"})
+
     def rules(self) -> Iterator[Problem]:
         if self.causal and self.keys_from == "other_sequence":
             yield Problem("rule", "causal", self.causal, rule="causal_needs_one_sequence")

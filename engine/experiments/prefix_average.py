@@ -42,7 +42,7 @@ METRICS = (
     Metric("bos_share"),
     Metric("position_read"),
     Metric("context_std"),
-    Metric("position_error"),
+    Metric("position_read_error"),
     Metric("first_tie"),
 )
 PLOTS = (
@@ -92,7 +92,7 @@ def memory_bytes(params: Params) -> int:
 def run(params: Params, run: Run) -> Result:
     """Shares of the first token, and spread of the averaged values, of ``n_heads`` heads at every position.
 
-    ``bos_share``, ``position_read``: medians over the heads at ``position``. ``position_error``: median of the error of
+    ``bos_share``, ``position_read``: medians over the heads at ``position``. ``position_read_error``: median of the error of
     what is read, relative to position + 1. ``first_tie``: the first position whose share, in the number format, equals
     that of the position before, in the first head; seq_len where there is none.
 
@@ -121,7 +121,7 @@ def run(params: Params, run: Run) -> Result:
         "bos_share": float(np.median(share[:, at])),
         "position_read": float(np.median(read[:, at])),
         "context_std": float(spread[at]),
-        "position_error": float(np.median(np.abs(read[:, at] - at)) / (at + 1)),
+        "position_read_error": float(np.median(np.abs(read[:, at] - at)) / (at + 1)),
         "first_tie": float(ties[0] + 1 if len(ties) else params.seq_len),
     }
     return Result(metrics, {"by_position": _by_position(share, read, spread)})

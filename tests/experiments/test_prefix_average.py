@@ -31,7 +31,7 @@ def law(experiment: Experiment) -> None:
             "bos_share": np.median(share[:, t]),
             "position_read": np.median(read[:, t]),
             "context_std": math.sqrt((averages[:, t] ** 2).mean()),
-            "position_error": np.median(abs(read[:, t] - t)) / (t + 1),
+            "position_read_error": np.median(abs(read[:, t] - t)) / (t + 1),
             "first_tie": p.get("seq_len", 128),
         }
         # shares are rounded to float32 (6e-8), and a position far out is 1/share

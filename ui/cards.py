@@ -41,7 +41,7 @@ def _list() -> None:
         or ""
     )
     with st.container(horizontal=True):
-        topics = sorted({c.topic for c in held.cards.values()})
+        topics = list(dict.fromkeys(c.topic for c in held.cards.values()))
         topic = st.pills(t("topic"), topics, key="card_topic", format_func=lambda v: say(held.topics[v].title))
         level = st.pills(t("level"), LEVELS, key="card_level", format_func=lambda v: t(f"level_{v}"))
         # t("level_core") t("level_deep") t("level_trap")

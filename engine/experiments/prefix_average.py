@@ -93,8 +93,8 @@ def run(params: Params, run: Run) -> Result:
     """Shares of the first token, and spread of the averaged values, of ``n_heads`` heads at every position.
 
     ``bos_share``, ``position_read``: medians over the heads at ``position``. ``position_read_error``: median of the
-    error of what is read, relative to position + 1. ``first_tie``: the first position whose share, in the number format,
-    equals that of the position before, in the first head; seq_len where there is none.
+    error of what is read, relative to position + 1. ``first_tie``: the first position whose share, in the number
+    format, equals that of the position before, in the first head; seq_len where there is none.
 
     Shapes: logits (n_heads, seq_len), one a key and the same for all queries; v (n_heads, seq_len, d_v).
     """

@@ -87,10 +87,10 @@ DRAWN_FLOOR = 1e-12  # smaller norms are drawn here; eigenvalues are wrong by so
 
 
 def memory_bytes(params: Params) -> int:
-    """Jacobians of the rows with their gradients, and a dozen arrays of logits, in float64."""
+    """Jacobians of the rows with their gradients, and a dozen arrays of logits, at one spread or at all, in float64."""
     jacobians = SPECTRUM_ROWS * params.kv_len**2
-    logits = (params.n_rows + CURVE_ROWS * (1 + max(COMPARED) // params.kv_len)) * params.kv_len
-    return 8 * (6 * jacobians + 14 * logits)
+    at_all_spreads = len(SPREADS) * CURVE_ROWS * max(*COMPARED, params.kv_len)
+    return 8 * (6 * jacobians + 14 * params.n_rows * params.kv_len + 10 * at_all_spreads)
 
 
 def run(params: Params, run: Run) -> Result:

@@ -74,12 +74,12 @@ CURVE_ROWS = 64
 CURVE_GAPS = np.arange(0.0, 40.5, 0.5)
 FORMAT_GAPS = np.arange(0.0, 128.5, 0.5)
 SEARCH_END = 768  # beyond the 709.8 at which 1/w overflows in float64
-SEARCH_STEP = 1 / 8
-CHUNK_NUMBERS = 2**19  # of the values, and of the search's logits: some 10 ms each
+COARSE_STEP, SEARCH_STEP = 8, 1 / 8
+CHUNK_NUMBERS = 2**19  # of the values: some 10 ms
 
 
 def memory_bytes(params: Params) -> int:
-    """One chunk of values with gradients, of the search with its graph, the curves' rows, and a number a row."""
+    """One chunk of values with gradients, the curves' rows, those of the formats with their graph, a number a row."""
     chunk = max(CHUNK_NUMBERS, params.kv_len * D_V)
     curves = len(CURVE_GAPS) * CURVE_ROWS * params.kv_len
     return 8 * (5 * chunk + 8 * curves + 12 * len(FORMAT_GAPS) * params.kv_len + 8 * params.n_rows) + 2**18
@@ -199,21 +199,30 @@ def _in_format(gaps: np.ndarray, params: Params, run: Run) -> dict[str, np.ndarr
 
 
 def _until(params: Params, run: Run) -> dict[str, float]:
-    """The largest gap, on a grid that ends at SEARCH_END, up to which losses and gradients are numbers."""
-    grid = np.arange(0, SEARCH_END + SEARCH_STEP, SEARCH_STEP)
-    at_once = max(1, CHUNK_NUMBERS // params.kv_len)
-    finite: dict[str, list[np.ndarray]] = {"log_grad_until": [], "log_loss_until": [], "fused_grad_until": []}
-    for start, n in chunks(len(grid), at_once):
-        run.progress(0.4 + 0.4 * start / len(grid))
-        losses, gradients = _cross_entropy(grid[start : start + n], "log_softmax", params, run)
-        finite["log_grad_until"].append(np.isfinite(gradients).all(axis=-1))
-        finite["log_loss_until"].append(np.isfinite(losses))
-        _, gradients = _cross_entropy(grid[start : start + n], "fused", params, run)
-        finite["fused_grad_until"].append(np.isfinite(gradients).all(axis=-1))
+    """The largest gap up to which losses and gradients are numbers; looked for up to SEARCH_END."""
+
+    def finite(gaps: np.ndarray, way: str, of: str) -> np.ndarray:
+        losses, gradients = _cross_entropy(gaps, way, params, run)
+        found = losses[:, None] if of == "losses" else gradients
+        numbers: np.ndarray = np.isfinite(found).all(axis=-1)
+        return numbers
+
     ends = {}
-    for name, parts in finite.items():
-        lost = np.flatnonzero(~np.concatenate(parts))
-        ends[name] = float(grid[lost[0] - 1] if len(lost) else grid[-1])
+    looked_for = {
+        "log_grad_until": ("log_softmax", "gradients"),
+        "log_loss_until": ("log_softmax", "losses"),
+        "fused_grad_until": ("fused", "gradients"),
+    }
+    for name, asked in looked_for.items():
+        run.progress(0.5)
+        end = 0.0
+        for step, reach in ((COARSE_STEP, SEARCH_END), (SEARCH_STEP, COARSE_STEP)):  # weights only fall with the gap
+            grid = np.arange(end, min(end + reach, SEARCH_END) + step, step)
+            lost = np.flatnonzero(~finite(grid, *asked))
+            end = float(grid[lost[0] - 1] if len(lost) else grid[-1])
+            if end >= SEARCH_END:
+                break
+        ends[name] = end
     return ends
 
 

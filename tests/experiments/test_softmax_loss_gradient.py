@@ -145,10 +145,8 @@ def formats_law(experiment: Experiment) -> None:
         ("grid[lost[0] - 1]", "grid[lost[-1]]"),
         ("np.where(np.isfinite(found), found, 0.0)", "np.nan_to_num(found, nan=1.0)"),
         (".to(getattr(torch, params.number_format))", ".to(torch.float32)"),
-        (
-            '["log_grad_until"].append(np.isfinite(gradients).all(axis=-1))',
-            '["log_grad_until"].append(np.isfinite(losses))',
-        ),
+        ('losses[:, None] if of == "losses" else gradients', "losses[:, None]"),
+        ("(SEARCH_STEP, COARSE_STEP)):", "):"),
     ],
 )
 def test_formats_law_holds_and_catches_a_broken_engine(old, new):

@@ -217,26 +217,22 @@ def _by_spread(params: Params, scores: torch.Tensor, run: Run) -> Table:
     """Median norms of the same rows at every spread."""
     import torch
 
-    rows = []
-    for i, spread in enumerate(SPREADS):
-        run.progress(0.5 + 0.4 * i / len(SPREADS))
-        logits = spread * scores
-        frobenius = float(np.median(per_row(_norms(logits, params.activation))))
+    spreads = np.array(SPREADS)
+    logits = scores * scores.new_tensor(spreads)[:, None, None]
+    frobenius = np.median(_norms(logits, params.activation).numpy(), axis=-1)
+    spectral = np.empty(len(spreads))
+    for i, rows in enumerate(logits):  # the matrices of one spread at a time
+        run.progress(0.5 + 0.4 * i / len(spreads))
         if params.activation == "softmax":
-            matrices = softmax_jacobian(softmax(logits))
+            matrices = softmax_jacobian(softmax(rows))
         else:
-            matrices = _diagonals(logits, params.activation).diag_embed()
-        spectral = float(np.median(torch.linalg.eigvalsh(matrices)[:, -1].numpy()))
-        rows += [
-            (spread, "frobenius", frobenius),
-            (spread, "spectral", spectral),
-            (spread, "before_factor", spread * frobenius),
-        ]
-    spreads, quantities, norms = zip(*rows, strict=True)
+            matrices = _diagonals(rows, params.activation).diag_embed()
+        spectral[i] = np.median(torch.linalg.eigvalsh(matrices)[:, -1].numpy())
+    norms = {"frobenius": frobenius, "spectral": spectral, "before_factor": spreads * frobenius}
     return {
-        "logits_std": np.array(spreads, np.float32),
-        "quantity": np.array(quantities),
-        "norm_median": np.maximum(norms, DRAWN_FLOOR).astype(np.float32),
+        "logits_std": np.tile(spreads, len(norms)).astype(np.float32),
+        "quantity": np.repeat(list(norms), len(spreads)),
+        "norm_median": np.maximum(np.concatenate(list(norms.values())), DRAWN_FLOOR).astype(np.float32),
     }
 
 

@@ -131,9 +131,9 @@ def curves_law(experiment: Experiment) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("logits = spread * scores", "logits = scores / spread"),
+        ("spreads)[:, None, None]\n    frobenius", "1 / spreads)[:, None, None]\n    frobenius"),
         ("eigvalsh(matrices)[:, -1]", "eigvalsh(matrices)[:, 0]"),
-        ("spread * frobenius)", "frobenius / spread)"),
+        ("spreads * frobenius}", "frobenius / spreads}"),
         ("drawn[:, :n].clone()", "drawn[:, -n:].clone()"),
     ],
 )

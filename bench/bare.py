@@ -77,7 +77,7 @@ def jacobian_spectrum(p: Any, run: Run) -> Any:
     weights = torch.softmax(logits, -1)
     rows = [torch.autograd.grad(w.sum(), logits, retain_graph=True)[0] for w in weights.unbind(-1)]
     found = [torch.linalg.eigvalsh(torch.stack(rows, 1)), _jacobian_norm(torch.softmax(p.logits_std * scores, -1))]
-    for n in (4, 16, 64, 256):
+    for n in (4, 16, 64):
         spread = 2.0 ** torch.arange(-4, 7).double()[:, None, None]
         found.append(_jacobian_norm(torch.softmax(spread * run.randn(16, n).double(), -1)))
     for power in range(-4, 7):

@@ -28,7 +28,7 @@ import numpy as np
 
 from engine.attention import jacobian_norm, row_norm, softmax, softmax_jacobian
 from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, Table, choice, flag, number
-from engine.chunks import per_row
+from engine.chunks import chunks, per_row
 
 if TYPE_CHECKING:
     import torch
@@ -76,21 +76,22 @@ PLOTS = (
         y_scale="log10",
     ),
 )
-BUDGET_S = 0.03
+BUDGET_S = 0.02
 
 SPECTRUM_ROWS = 64  # whose Jacobians are built
 CURVE_ROWS = 16  # behind each point of the curves; the same rows at every spread
 SPREADS = tuple(2.0**power for power in range(-4, 7))
-COMPARED = (4, 16, 64, 256)
+COMPARED = (4, 16, 64)
 SHOWN = 16  # keys of the heat map
+MATRIX_NUMBERS = 2**17  # of the curves' Jacobians at once: all spreads up to 16 keys, one at a time from 128 on
 DRAWN_FLOOR = 1e-12  # smaller norms are drawn here; eigenvalues are wrong by some 1e-16
 
 
 def memory_bytes(params: Params) -> int:
-    """Jacobians of the rows with their gradients, and a dozen arrays of logits, at one spread or at all, in float64."""
+    """Jacobians of rows, with gradients or of the curves, and a dozen arrays of logits, in float64."""
     jacobians = SPECTRUM_ROWS * params.kv_len**2
     at_all_spreads = len(SPREADS) * CURVE_ROWS * max(*COMPARED, params.kv_len)
-    return 8 * (6 * jacobians + 14 * params.n_rows * params.kv_len + 10 * at_all_spreads)
+    return 8 * (6 * jacobians + 4 * MATRIX_NUMBERS + 14 * params.n_rows * params.kv_len + 10 * at_all_spreads)
 
 
 def run(params: Params, run: Run) -> Result:
@@ -110,9 +111,9 @@ def run(params: Params, run: Run) -> Result:
 
     jacobians = _jacobians(logits[:SPECTRUM_ROWS], params.activation, run)
     values = []
-    for i in range(0, SPECTRUM_ROWS, 8):
-        run.progress(0.2 + 0.3 * i / SPECTRUM_ROWS)
-        values.append(torch.linalg.eigvalsh(jacobians[i : i + 8]).numpy())
+    for start, n in chunks(SPECTRUM_ROWS, max(1, MATRIX_NUMBERS // params.kv_len**2)):
+        run.progress(0.2 + 0.3 * start / SPECTRUM_ROWS)
+        values.append(torch.linalg.eigvalsh(jacobians[start : start + n]).numpy())
     eigenvalues = np.concatenate(values)
     formula = softmax_jacobian(weights[:SPECTRUM_ROWS])
     diagonal_norms = per_row(row_norm(_diagonals(logits, params.activation)))
@@ -221,13 +222,14 @@ def _by_spread(params: Params, scores: torch.Tensor, run: Run) -> Table:
     logits = scores * scores.new_tensor(spreads)[:, None, None]
     frobenius = np.median(_norms(logits, params.activation).numpy(), axis=-1)
     spectral = np.empty(len(spreads))
-    for i, rows in enumerate(logits):  # the matrices of one spread at a time
-        run.progress(0.5 + 0.4 * i / len(spreads))
+    for start, n in chunks(len(spreads), max(1, MATRIX_NUMBERS // (CURVE_ROWS * params.kv_len**2))):
+        run.progress(0.5 + 0.4 * start / len(spreads))
+        rows = logits[start : start + n]
         if params.activation == "softmax":
             matrices = softmax_jacobian(softmax(rows))
         else:
             matrices = _diagonals(rows, params.activation).diag_embed()
-        spectral[i] = np.median(torch.linalg.eigvalsh(matrices)[:, -1].numpy())
+        spectral[start : start + n] = np.median(torch.linalg.eigvalsh(matrices)[..., -1].numpy(), axis=-1)
     norms = {"frobenius": frobenius, "spectral": spectral, "before_factor": spreads * frobenius}
     return {
         "logits_std": np.tile(spreads, len(norms)).astype(np.float32),

@@ -132,7 +132,7 @@ def curves_law(experiment: Experiment) -> None:
     ("old", "new"),
     [
         ("spreads)[:, None, None]\n    frobenius", "1 / spreads)[:, None, None]\n    frobenius"),
-        ("eigvalsh(matrices)[:, -1]", "eigvalsh(matrices)[:, 0]"),
+        ("eigvalsh(matrices)[..., -1]", "eigvalsh(matrices)[..., 0]"),
         ("spreads * frobenius}", "frobenius / spreads}"),
         ("drawn[:, :n].clone()", "drawn[:, -n:].clone()"),
     ],

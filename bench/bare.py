@@ -93,6 +93,51 @@ def softmax_temperature_curve(p: Any, run: Run) -> Any:
     return [torch.softmax((a[:, None] * shape).to(d), -1) for a, d in zip(grids, [torch.float64, *dtypes], strict=True)]
 
 
+def jacobian_spectrum(p: Any, run: Run) -> Any:
+    """Jacobians of 64 rows by autograd, their eigenvalues, those of 16 rows at eleven spreads, and norms."""
+    import torch
+
+    scores = run.randn(p.n_rows, p.kv_len).double()
+    logits = (p.logits_std * scores[:64]).requires_grad_()
+    weights = torch.softmax(logits, -1)
+    rows = [torch.autograd.grad(w.sum(), logits, retain_graph=True)[0] for w in weights.unbind(-1)]
+    found = [torch.linalg.eigvalsh(torch.stack(rows, 1)), _jacobian_norm(torch.softmax(p.logits_std * scores, -1))]
+    for n in (4, 16, 64):
+        spread = 2.0 ** torch.arange(-4, 7).double()[:, None, None]
+        found.append(_jacobian_norm(torch.softmax(spread * run.randn(16, n).double(), -1)))
+    for power in range(-4, 7):
+        weights = torch.softmax(2.0**power * scores[:16], -1)
+        found.append(torch.linalg.eigvalsh(weights.diag_embed() - weights[:, :, None] * weights[:, None, :]))
+    return found
+
+
+def softmax_loss_gradient(p: Any, run: Run) -> Any:
+    """Three losses on a row by autograd over the curve's gaps, attention on drawn values, two formats' searches."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    def logits(gaps: Any, dtype: Any) -> Any:
+        z = torch.zeros(len(gaps), p.kv_len, dtype=dtype)
+        z[:, 0] = gaps
+        return z.requires_grad_()
+
+    z = logits(torch.linspace(0, 40, 81), torch.float64)
+    weights, label = torch.softmax(z, -1), torch.ones(81, dtype=torch.long)
+    y = torch.eye(p.kv_len, dtype=torch.float64)[1]
+    losses = [cross_entropy(z, label), ((weights - y) ** 2).sum(), cross_entropy(weights, label)]
+    found = [torch.autograd.grad(loss, z, retain_graph=True)[0].norm(dim=-1) for loss in losses]
+    found.append(torch.autograd.grad((weights[:, None] * run.randn(64, p.kv_len)).sum(), z)[0])
+    v, g = run.randn(p.n_rows, p.kv_len, 8).double().requires_grad_(), run.randn(p.n_rows, 8).double()
+    row = torch.softmax(logits(torch.tensor([p.gap]), torch.float64), -1)
+    found += torch.autograd.grad(((row[..., None] * v).sum(1) * g).sum(), [v])
+    for gaps in (torch.linspace(0, 768, 6145), torch.linspace(0, 128, 257)):
+        z = logits(gaps, torch.float32)
+        label = torch.ones(len(gaps), dtype=torch.long)
+        found += torch.autograd.grad(cross_entropy(z, label), z)
+        found += torch.autograd.grad(-torch.softmax(z, -1)[:, 1].log().sum(), z)
+    return found
+
+
 def precision(p: Any, run: Run) -> Any:
     """Weights in three formats and in float64, and their differences."""
     import torch

@@ -63,7 +63,7 @@ def plain(text: str) -> str:
             tex = pattern.sub(words, tex)
         return tex
 
-    text = re.sub(r"\$([^$]+)\$", formula, text)
+    text = re.sub(r"\$([^$]+)\$", formula, text.replace("`", ""))
     return re.sub(r"\*([^*]+)\*", r"\1", _CITATION.sub("", text)).strip()
 
 

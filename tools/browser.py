@@ -225,7 +225,8 @@ _TEXTS = """
 
 _FORBIDDEN = (
     (re.compile(r"\{\{|\}\}"), "a binding that was not filled"),
-    (re.compile(r"(?<![A-Za-z])nan(?![A-Za-z])", re.IGNORECASE), "not a number"),
+    # as Python prints it anywhere, as JavaScript prints it where a number stands alone: cards on numerics speak of NaN
+    (re.compile(r"(?<![A-Za-z])nan(?![A-Za-z])|^NaN\W*$"), "not a number"),
     (re.compile(r"(?<!\\)\$"), "a formula that was not typeset"),
     (re.compile(r"Traceback \(most recent call last\)"), "a traceback"),
     (re.compile(r"(?<![A-Za-z])undefined(?![A-Za-z])"), "undefined"),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import streamlit as st
 
 from claims.verify import interval
 from content.loader import BrokenFile
-from content.schema import Card, Claim, FollowUp, Mistake
+from content.schema import Card, Claim, FollowUp, Lab, Mistake
 from engine import registry
-from ui import bench, deck, frame, ledger, prose, speaking, state, tables, text, verifying, widgets
+from engine.runner import RunSpec
+from ui import bench, deck, frame, ledger, prose, runs, speaking, state, tables, text, verifying, widgets
 from ui.text import say, t
 
 LEVELS = ("core", "deep", "trap")
@@ -306,7 +308,7 @@ def _set_lab(card: Card, lab: str, params: dict[str, object]) -> None:
 def _lab(card: Card) -> None:
     ids = [lab.id for lab in card.labs]
     key = f"lab-{card.id}"
-    titles = {lab.id: say(text.experiment(lab.experiment).title) for lab in card.labs}
+    titles = lab_titles(card)
     with st.container(border=True, key=bench.PLACE):
         start = state.link_value("lab", ids) or ids[0]
         chosen = widgets.listed(t("lab"), ids, key, titles.__getitem__, start=start) or ids[0]
@@ -314,8 +316,7 @@ def _lab(card: Card) -> None:
         lab = card.lab(chosen)
         st.subheader(f":material/science: {titles[chosen]}", anchor=False)
         st.caption(prose.named(say(lab.look_for)).strip())
-        declared = registry.get(lab.experiment).Params
-        start = declared.defaults() | dict(lab.params)
+        start = _opening(lab)
         extra = {
             n: v
             for n in start
@@ -334,6 +335,21 @@ def _lab(card: Card) -> None:
                 card=card.id,
             )
         )
+
+
+def lab_titles(card: Card) -> dict[str, str]:
+    """The labs of a card by their experiments' titles; those of one experiment also by the settings they open with."""
+    runs_of = {lab.id: RunSpec(lab.experiment, _opening(lab), 0) for lab in card.labs}
+    titles = {}
+    for lab in card.labs:
+        others = [runs_of[o.id] for o in card.labs if o.experiment == lab.experiment and o.id != lab.id]
+        settings = runs.label(runs_of[lab.id], others, names=lab.params, most=2)
+        titles[lab.id] = " · ".join(filter(None, (say(text.experiment(lab.experiment).title), settings)))
+    return titles
+
+
+def _opening(lab: Lab) -> dict[str, Any]:
+    return registry.get(lab.experiment).Params.defaults() | dict(lab.params)
 
 
 # -- receipts ---------------------------------------------------------------------------------------------------------

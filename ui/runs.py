@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
@@ -86,15 +86,18 @@ def _read(raw: str, default: Any) -> Any:
     return type(default)(raw)
 
 
-def label(spec: RunSpec, others: Sequence[RunSpec]) -> str:
-    """A run by what sets it apart from the others: "d_k = 128, seed = 3"."""
+def label(
+    spec: RunSpec, others: Sequence[RunSpec], names: Container[str] | None = None, most: int | None = None
+) -> str:
+    """A run by what sets it apart from the others: "d_k = 128, seed = 3"; only ``names``, the first ``most``."""
     parts = {**spec.params, "seed": spec.seed, "device": spec.device, "dtype": spec.dtype}
     varied = [
         name
         for name, value in parts.items()
+        if names is None or name in names
         if any({**o.params, "seed": o.seed, "device": o.device, "dtype": o.dtype}[name] != value for o in others)
     ]
-    return ", ".join(f"{_word(name)} = {_value(parts[name])}" for name in varied)
+    return ", ".join(f"{_word(name)} = {_value(parts[name])}" for name in varied[:most])
 
 
 def _word(name: str) -> str:

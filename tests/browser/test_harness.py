@@ -28,6 +28,7 @@ def test_each_fault_is_seen(tiny, open_reader):
     faults = {
         "binding": "a binding that was not filled",
         "nan": "not a number",
+        "NaN": "not a number",
         "formula": "a formula that was not typeset",
         "citation": "a citation that was not resolved",
         "bold": "bold that Markdown did not see",

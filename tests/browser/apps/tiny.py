@@ -13,6 +13,7 @@ st.markdown("方差是 $d_k$。" if zh else "The variance is $d_k$.")
 BAD = {
     "binding": "{{unscaled-variance}}",
     "nan": "The value is nan.",
+    "NaN": "NaN",
     "formula": r"Cost \$5",
     "citation": "As shown [@vaswani2017].",
     "bold": "注意**结束。**下",

@@ -71,7 +71,7 @@ LENGTHS = (16, 32, 64, 128, 256, 512)
 def memory_bytes(params: Params) -> int:
     """The mask with its tile counts, all logits with their temporaries, and q, k, v with the outputs."""
     pairs = max(params.q_len * params.kv_len, LENGTHS[-1] ** 2)
-    return 40 * pairs + 4 * 8 * params.d_k * (params.q_len + params.kv_len)
+    return 48 * pairs + 4 * 8 * params.d_k * (params.q_len + params.kv_len)
 
 
 def run(params: Params, run: Run) -> Result:
@@ -91,19 +91,24 @@ def run(params: Params, run: Run) -> Result:
     q = run.randn(params.q_len, params.d_k)
     k, v = run.randn(params.kv_len, params.d_k), run.randn(params.kv_len, params.d_k)
     run.progress(0.1)
-    dense, dense_flops = _attend(q, k, v, keep)
+    (dense,), dense_flops = _attend([(q, k, v, keep)])
     hidden = (softmax(attention_logits(q, k)) * ~keep).sum(dim=-1)
     run.progress(0.3)
 
-    skipping, skipping_flops = torch.zeros_like(dense), 0
-    n_rows = len(in_tiles)
-    for row, kept in enumerate((in_tiles > 0).unbind()):
-        run.progress(0.3 + 0.6 * row / n_rows)
-        queries = slice(row * params.tile, (row + 1) * params.tile)
-        keys = kept.repeat_interleave(params.tile)[: params.kv_len].nonzero().flatten()
-        if len(keys):
-            skipping[queries], flops = _attend(q[queries], k[keys], v[keys], keep[queries][:, keys])
-            skipping_flops += flops
+    rows, blocks = [], []
+    for row, kept in enumerate((in_tiles > 0).tolist()):
+        if any(kept):  # the kept tiles of a row stand next to one another under each of these masks
+            first, count = kept.index(True), sum(kept)
+            queries = slice(row * params.tile, (row + 1) * params.tile)
+            keys = slice(first * params.tile, (first + count) * params.tile)
+            rows.append(queries)
+            blocks.append((q[queries], k[keys], v[keys], keep[queries, keys]))
+    run.progress(0.5)
+    mixed, skipping_flops = _attend(blocks)
+    skipping = torch.zeros_like(dense)  # rows of tiles without any key stay zero
+    for queries, out in zip(rows, mixed, strict=True):
+        skipping[queries] = out
+    run.progress(0.9)
 
     kept_pairs, tiles_kept = keep.sum().item(), (in_tiles > 0).sum().item()
     metrics = {
@@ -137,14 +142,19 @@ def _keep(params: Params, q_len: int, kv_len: int, device: torch.device) -> torc
     )
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Masked attention, zero where a row sees nothing, and the operations of its two products. Shapes: as attention."""
+def _attend(blocks: list[tuple[torch.Tensor, ...]]) -> tuple[list[torch.Tensor], int]:
+    """Masked attention of each block of q, k, v and keep, zero where a row sees nothing, and the operations of all
+    products. Shapes: as attention.
+    """
     with count_operations() as counted:
-        qk = qk_product(q, k)
-    full = keep.any(dim=-1, keepdim=True)
-    weights = softmax(mask_logits(qk * scale_value("inv_sqrt_d_k", q.shape[-1]), keep | ~full)) * full
+        qk = [qk_product(q, k) for q, k, _, _ in blocks]
+    weights = []
+    for product, (q, _, _, keep) in zip(qk, blocks, strict=True):
+        full = keep.any(dim=-1, keepdim=True)
+        logits = product * scale_value("inv_sqrt_d_k", q.shape[-1])
+        weights.append(softmax(mask_logits(logits, keep | ~full)) * full)
     with count_operations() as counted_too:
-        mixed = context(weights, v)
+        mixed = [context(w, v) for w, (_, _, v, _) in zip(weights, blocks, strict=True)]
     return mixed, counted.products + counted_too.products
 
 

@@ -76,9 +76,9 @@ def law(experiment: Experiment) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("(in_tiles > 0).unbind()", "(in_tiles == sizes).unbind()"),  # leaves out the tiles on the border
-        ("(in_tiles > 0).unbind()", "(in_tiles >= 0).unbind()"),  # skips nothing
-        ("keep[queries][:, keys]", "keep[queries][:, keys] | True"),  # forgets the mask inside the tiles
+        ("(in_tiles > 0).tolist()", "(in_tiles == sizes).tolist()"),  # leaves out the tiles on the border
+        ("(in_tiles > 0).tolist()", "(in_tiles >= 0).tolist()"),  # skips nothing
+        ("keep[queries, keys]", "keep[queries, keys] | True"),  # forgets the mask inside the tiles
         ("counted.products + counted_too.products", "2 * counted.products + 1"),
         ("alignment=params.corner", 'alignment="bottom_right"'),
     ],

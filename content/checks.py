@@ -201,6 +201,8 @@ def _counts(page: Page, card: Card) -> None:
         )
     if len(kinds) < LEAST_KINDS:
         page.error(("quiz",), f"got the kinds {', '.join(sorted(kinds))}; a card has at least {LEAST_KINDS} kinds")
+    if not any(isinstance(item, Numeric | Shape) for item in card.quiz):
+        page.error(("quiz",), "no item draws fresh numbers; one at least is numeric, shape or count, with its `vary`")
     for name in ("key_points", "labs", "mistakes", "follow_ups", "quiz"):
         ids = [part.id for part in getattr(card, name)]
         for n, part_id in enumerate(ids):

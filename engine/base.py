@@ -123,7 +123,7 @@ class Problem:
         elif self.kind == "flag":
             wanted = "true or false"
         elif self.kind == "text":
-            wanted = f"a text of 1 to {self.high:g} characters"
+            wanted = f"a text of at most {self.high:g} characters"
         else:
             wanted = f"{self.rule} {dict(self.values)}"
         return f"{self.name}: got {self.got!r}, wanted {wanted}"
@@ -172,6 +172,10 @@ class BaseParams:
         """Conditions between fields; override and yield ``Problem(kind="rule", ...)``. Fields are in range by then."""
         return iter(())
 
+    def unread(self) -> frozenset[str]:
+        """Fields that a run with these values does not read; override where one field decides whether others count."""
+        return frozenset()
+
     @classmethod
     def specs(cls) -> dict[str, Spec]:
         """Field name to its declaration, in the order of the module."""
@@ -209,11 +213,8 @@ def _check(name: str, value: object, spec: Spec, default: object) -> Problem | N
     if isinstance(spec, FlagSpec):
         return None if isinstance(value, bool) else Problem("flag", name, value)
     if isinstance(spec, TextSpec):
-        return (
-            None
-            if isinstance(value, str) and 1 <= len(value) <= spec.most
-            else Problem("text", name, value, 1, spec.most)
-        )
+        fits = isinstance(value, str) and len(value) <= spec.most
+        return None if fits else Problem("text", name, value, 0, spec.most)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return Problem("finite", name, value)
     if isinstance(value, float) and not math.isfinite(value):  # a whole number is finite, even too large for a float
@@ -364,8 +365,15 @@ def make_run(seed: int, device: str = "cpu", dtype: str = "float32", **hooks: An
 
 
 def data_file(name: str) -> Path:
-    """Where a file of ``FILES`` lies: beside this code, which is the engine's folder, or where an export was put."""
-    return Path(__file__).parent / name
+    """Where a file of ``FILES`` lies: below the engine's folder, or beside an export, there also without its folder.
+
+    Raises: FileNotFoundError that says where it is looked for.
+    """
+    here = Path(__file__).parent
+    found = next((path for path in (here / name, here / Path(name).name) if path.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"{here / name} is missing; put {Path(name).name} beside {Path(__file__).name}")
+    return found
 
 
 class Stopwatch:

@@ -80,6 +80,11 @@ def too_short(source: str, text: str) -> Iterator[Problem]:
         yield Problem("rule", "text", text, rule="text_needs_two")
 
 
+def unread(source: str) -> frozenset[str]:
+    """The parameters among ``text``, ``n_texts`` and ``seq_len`` that a source leaves unread."""
+    return frozenset({"n_texts", "seq_len"} if source == "text" else {"text"})
+
+
 def cell_names(tokens: list[int]) -> list[str]:
     """Names for the axes of a heat map, "place character": "3 e"; a space is shown as ␣, the end of a line as ↵."""
     signs = {" ": "␣", "\n": "↵"}

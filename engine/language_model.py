@@ -32,8 +32,7 @@ D_FF = 4 * D_MODEL
 HEADS = tuple(f"L{layer}H{head}" for layer in range(N_LAYERS) for head in range(N_HEADS))  # their names, from 0
 SEQ_LEN = 128  # longest text; rotary positions would go on, but were never trained there
 FILES = ("trained/model.npz",)
-FILE = data_file(FILES[0])
-# Of FILE. Code that runs another model is other code, and its receipts become stale.
+# Of that file. Code that runs another model is other code, and its receipts become stale.
 SHA256 = "039fb8148c46e2d16180f4773daa050eba62af1235e8a738848345629e317304"
 
 Weights = Mapping[str, "torch.Tensor"]
@@ -87,10 +86,11 @@ def _from_file() -> dict[str, torch.Tensor]:
     import numpy as np
     import torch
 
-    found = hashlib.sha256(FILE.read_bytes()).hexdigest()
+    file = data_file(FILES[0])
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
     if found != SHA256:
-        raise DamagedWeights(f"{FILE}: got SHA-256 {found}, wanted {SHA256}; restore the file from the repository")
-    with np.load(FILE, allow_pickle=False) as stored:
+        raise DamagedWeights(f"{file}: got SHA-256 {found}, wanted {SHA256}; restore the file from the repository")
+    with np.load(file, allow_pickle=False) as stored:
         return {name: torch.from_numpy(stored[name].astype(np.float32)) for name in shapes()}
 
 

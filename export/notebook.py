@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
-from content.loader import load_deck
 from engine import registry
 from engine.base import Plot
 from engine.runner import RunSpec
-from export.script import RUN, flat_run, preamble, section_text, versions
+from export.script import RUN, flat_run, preamble, say, section_text, versions
 
 # Without a file of its own, a notebook looks for what it reads in the folder it runs in.
 BESIDE = '\n__file__ = "notebook.ipynb"  # files are looked for beside it\n'
@@ -37,11 +37,6 @@ def notebook(spec: RunSpec, *, title: str, about: str, formula: str, language: s
     import nbformat
     from nbformat import v4
 
-    words = load_deck().strings.ui
-
-    def say(key: str, **values: object) -> str:
-        return words[key].get(language).format(**values)
-
     draw = drawing(registry.get(spec.experiment).plots[0])
     flat = flat_run(spec, draw)
     torch, numpy = versions()
@@ -49,9 +44,9 @@ def notebook(spec: RunSpec, *, title: str, about: str, formula: str, language: s
         f"# {title}",
         about,
         f"$$\n{formula}\n$$",
-        say("notebook_change"),
-        say("notebook_needs", experiment=spec.experiment, torch=torch, numpy=numpy),
-        *(say("notebook_file", file=file) for file in flat.files),
+        say("notebook_change", language),
+        say("notebook_needs", language, experiment=spec.experiment, torch=torch, numpy=numpy),
+        *(say("notebook_file", language, file=file, name=Path(file).name) for file in flat.files),
     ]
     codes = [
         preamble(spec, flat) + (BESIDE if flat.files else ""),

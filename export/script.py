@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import textwrap
 import unicodedata
+from pathlib import Path
 
+from content.loader import load_deck
 from engine import registry
 from engine.base import BaseParams, ChoiceSpec, NumberSpec, TextSpec
 from engine.runner import RunSpec
@@ -36,17 +38,17 @@ DTYPE = {dtype}  # "float32" or "float64"
 """
 
 
-def script(spec: RunSpec, *, title: str, about: str) -> str:
+def script(spec: RunSpec, *, title: str, about: str, language: str) -> str:
     """A Python script that runs an experiment and prints each metric as ``name = value unit``.
 
-    ``title`` and ``about`` are put at its top, in whatever language they are.
+    ``title`` and ``about`` are put at its top, ``language`` is that of the other words there.
 
     Raises: UnknownExperiment, ParamsError; ExportError where the code does not fit into one file.
     """
     flat = flat_run(spec)
     *engine, experiment = (section_text(section) for section in flat.sections)
     parts = [preamble(spec, flat), *engine, experiment, f"{RULE}\n# The run\n\n{RUN}"]
-    return header(spec, flat, title, about) + "\n" + "\n\n".join(parts)
+    return header(spec, flat, title, about, language) + "\n" + "\n\n".join(parts)
 
 
 def flat_run(spec: RunSpec, after: str = "") -> Flat:
@@ -87,20 +89,21 @@ def versions() -> tuple[str, str]:
     return torch, numpy
 
 
-def header(spec: RunSpec, flat: Flat, title: str, about: str) -> str:
+def say(key: str, language: str, **values: object) -> str:
+    """A sentence of strings.yaml for an export."""
+    return load_deck().strings.ui[key].get(language).format(**values)
+
+
+def header(spec: RunSpec, flat: Flat, title: str, about: str, language: str) -> str:
     """Comments at the top: what it is, what it needs."""
     torch, numpy = versions()
     paragraphs = [
         title,
         about,
-        f"From Attention Interview Lab: the experiment {spec.experiment} with all that it uses of the engine. It needs "
-        f"torch and numpy, nothing else; tested with torch {torch} and numpy {numpy}, with which it prints the numbers "
-        "of the app for the same seed, dtype and device:",
+        say("script_needs", language, experiment=spec.experiment, torch=torch, numpy=numpy),
         f"    pip install torch=={torch} numpy=={numpy}",
     ]
-    paragraphs += [
-        f"It reads a file: put engine/{file} of the project beside this script, as {file}." for file in flat.files
-    ]
+    paragraphs += [say("script_file", language, file=file, name=Path(file).name) for file in flat.files]
     return "\n#\n".join("\n".join(_comment(paragraph)) for paragraph in paragraphs) + "\n"
 
 
@@ -118,7 +121,7 @@ def _bounds(params: BaseParams, name: str) -> str:
     if isinstance(spec, ChoiceSpec):
         return ", ".join(map(_python, spec.values))  # the first is the default
     if isinstance(spec, TextSpec):
-        return f"1 to {spec.most} characters"  # its default is an example, too long to stand beside it
+        return f"at most {spec.most} characters"  # its default is an example, too long to stand beside it
     changed = f"; default {_python(default)}" if getattr(params, name) != default else ""
     if isinstance(spec, NumberSpec):
         return f"{'whole, ' if isinstance(default, int) else ''}{_short(spec.low)} to {_short(spec.high)}{changed}"

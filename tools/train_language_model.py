@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import corpus, language_model
+from engine.base import data_file
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--seed", type=int, default=Settings.seed)
     parser.add_argument("--learning-rate", type=float, default=Settings.learning_rate)
-    parser.add_argument("--out", type=Path, default=language_model.FILE.parent)
+    parser.add_argument("--out", type=Path, default=data_file(language_model.FILES[0]).parent)
     chosen = parser.parse_args(arguments)
     settings = Settings(seed=chosen.seed, steps=chosen.steps, learning_rate=chosen.learning_rate)
     torch.set_num_threads(1)  # the model is small, and so it comes out the same beside other work

@@ -81,7 +81,12 @@ def _panel(setup: Setup, polled: bool) -> None:
     # A moved control computes before this fragment runs, and so before its first message is sent: the browser then gets
     # the whole panel in one go and draws it once, not in three steps.
     widgets.params_controls(
-        experiment, setup.controls, setup.params, setup.slot, on_change=functools.partial(_get_ready, setup)
+        experiment,
+        setup.controls,
+        setup.params,
+        setup.slot,
+        unread=experiment.Params.from_mapping(spec.params).unread() if spec is not None else (),
+        on_change=functools.partial(_get_ready, setup),
     )
     if spec is None:
         st.error(refused, icon=":material/block:")
@@ -212,7 +217,8 @@ def _collect(setup: Setup) -> None:
     else:
         # t("stopped_stop") t("stopped_replaced") t("stopped_deadline") t("stopped_abandoned") t("stopped_empty")
         ended = f"stopped_{job.reason}" if brought is not None else "stopped_empty"
-        reader.messages[setup.slot] = t(ended, share=f"{job.fraction:.0%}")
+        share = job.fraction if brought is None or brought.shown.result.done == 1 else brought.shown.result.done
+        reader.messages[setup.slot] = t(ended, share=f"{share:.0%}")
 
 
 def _measure(setup: Setup, spec: RunSpec) -> None:
@@ -263,6 +269,8 @@ def _draw(setup: Setup, experiment: Experiment, spec: RunSpec) -> None:
             t("nothing_run"), icon=":material/play_arrow:"
         )
     else:
+        if unknown := int(result.metrics.get("n_unknown", 0)):
+            st.warning(t("unknown_characters", n=unknown), icon=":material/spellcheck:")
         _chart(setup, experiment, result, shown)
         _figures(setup, experiment, result, shown)
     if setup.of_lab:

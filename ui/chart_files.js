@@ -14,19 +14,52 @@ function drawn(place) {
   return document.querySelector(`.st-key-${place} [data-testid="stVegaLiteChart"] svg.marks`)
 }
 
-function svgText(chart) {
+// The page's own font faces that the chart is set in, with their files inside: an image knows no font of the page, and
+// another font would be wider than the places that Vega has measured for the words.
+async function fontFaces(chart) {
+  const families = new Set([...chart.querySelectorAll("text")].map((text) => plainFamily(getComputedStyle(text).fontFamily)))
+  const rules = [...document.styleSheets].flatMap(rulesOf).filter((rule) => rule instanceof CSSFontFaceRule)
+  const used = rules.filter((rule) => families.has(plainFamily(rule.style.fontFamily)))
+  return (await Promise.all(used.map(withFileInside))).join("\n")
+}
+
+const plainFamily = (family) => family.split(",")[0].replace(/["']/g, "").trim()
+
+function rulesOf(sheet) {
+  try {
+    return [...sheet.cssRules]
+  } catch {
+    return [] // of another host: not to be read
+  }
+}
+
+async function withFileInside(rule) {
+  const found = rule.cssText.match(/url\(["']?([^"')]+)["']?\)/)
+  if (!found || found[1].startsWith("data:")) return rule.cssText
+  const answer = await fetch(new URL(found[1], rule.parentStyleSheet.href ?? document.baseURI))
+  if (!answer.ok) return ""
+  const file = await new Response(await answer.blob()).arrayBuffer()
+  const bytes = Array.from(new Uint8Array(file), (byte) => String.fromCharCode(byte)).join("")
+  return rule.cssText.replace(found[0], `url("data:font/woff2;base64,${btoa(bytes)}")`)
+}
+
+async function svgText(chart) {
   const copy = chart.cloneNode(true)
   copy.setAttribute("xmlns", "http://www.w3.org/2000/svg")
-  return new XMLSerializer().serializeToString(copy)
+  const style = document.createElementNS("http://www.w3.org/2000/svg", "style")
+  style.textContent = await fontFaces(chart)
+  copy.prepend(style)
+  // Vega names a gradient by the address of the page, which stands in no file and says what the reader typed
+  return new XMLSerializer().serializeToString(copy).replace(/url\((?:&quot;|["'])?http[^)#]*(#[^)"'&]+)(?:&quot;|["'])?\)/g, "url($1)")
 }
 
 async function saveSvg(chart, name) {
-  save(new Blob([svgText(chart)], { type: "image/svg+xml" }), `${name}.svg`)
+  save(new Blob([await svgText(chart)], { type: "image/svg+xml" }), `${name}.svg`)
 }
 
 async function savePng(chart, name) {
   const image = new Image()
-  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svgText(chart))}`
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(await svgText(chart))}`
   await image.decode()
   const canvas = document.createElement("canvas")
   canvas.width = SCALE * image.width

@@ -36,6 +36,8 @@ class _Words:
     series: tuple[str, ...]
     facets: tuple[str, ...]
     x_is_text: bool
+    single: bool  # one place on the x axis only
+    signed: bool  # of a heat map: values on both sides of 0
     colour: str
 
 
@@ -80,6 +82,8 @@ def _prepare(plot: Plot, table: Table) -> tuple[pd.DataFrame, _Words]:
         series=_in_order(frame[plot.by]) if plot.by else (),
         facets=_in_order(frame[plot.facet]) if plot.facet else (),
         x_is_text=frame[plot.x].dtype.kind not in "iuf",
+        single=frame[plot.x].nunique() == 1,
+        signed=bool(plot.value) and bool((frame[plot.value] < 0).any() and (frame[plot.value] > 0).any()),
         colour=TEXT_COLOUR[st.context.theme.type or "light"],
     )
     if plot.by and frame[plot.by].dtype.kind in "iuf":  # a legend of numbers is read as names, not as a ramp
@@ -150,7 +154,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
         band = {"color": series["color"]} if plot.by else {}
         area = base.mark_area(opacity=0.18)
         layers.append(area.encode(x=x, y=alt.Y(plot.low, type="quantitative", title=words.y), y2=plot.high, **band))
-    layers.append(_mark(base, plot).encode(x=x, y=y, tooltip=tooltip, **series))
+    layers.append(_mark(base, plot, words.single).encode(x=x, y=y, tooltip=tooltip, **series))
     if plot.theory:
         law = base.mark_line(strokeDash=[5, 4], strokeWidth=1.5, color=words.colour)
         detail = {"detail": alt.Detail(plot.by, type="nominal")} if plot.by and not plot.one_law else {}
@@ -179,12 +183,15 @@ def _heat(base: Any, plot: Plot, words: _Words) -> Any:
     import altair as alt
 
     last = "slice(datum.label, -1)"
-    axis = {"labelExpr": last, "labelAngle": 0, "labelOverlap": True, "ticks": False} if words.x_is_text else {}
+    axis = {"labelAngle": 0, "labelOverlap": True, "ticks": False, "grid": False}
+    if words.x_is_text:
+        axis["labelExpr"] = last
     x = alt.X(plot.x, type="ordinal", sort=None, title=words.x, axis=alt.Axis(**axis))
     y = alt.Y(plot.y, type="ordinal", sort=None, title=words.y, axis=alt.Axis(**axis))
-    colour = alt.Color(
-        plot.value, type="quantitative", title=words.value, legend=alt.Legend(orient="top", gradientLength=200)
-    )
+    # values on both sides of 0: two hues that meet there, which blind to red and green tell apart too
+    scale = alt.Scale(scheme="blueorange", domainMid=0) if words.signed else alt.Undefined
+    legend = alt.Legend(orient="top", gradientLength=200)
+    colour = alt.Color(plot.value, type="quantitative", title=words.value, scale=scale, legend=legend)
     named = ((plot.y, words.y, ""), (plot.x, words.x, ""), (plot.value, words.value, ".3~g"))
     tooltip = [
         alt.Tooltip(c, type="quantitative" if f else "nominal", title=w, **({"format": f} if f else {}))
@@ -199,9 +206,9 @@ def _legend_columns(series: tuple[str, ...]) -> int:
     return 3 if longest <= 9 else 2 if longest <= 18 else 1
 
 
-def _mark(base: Any, plot: Plot) -> Any:
+def _mark(base: Any, plot: Plot, single: bool) -> Any:
     if plot.mark == "line":
-        return base.mark_line(strokeWidth=2, point=False)
+        return base.mark_line(strokeWidth=2, point=single)  # a line through one point is not to be seen
     if plot.mark == "bar":
         return base.mark_bar()
     if plot.mark == "area":

@@ -6,6 +6,7 @@ What is quick answers inside the script run; what is not becomes a job of the ru
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.metadata
 import logging
@@ -72,6 +73,7 @@ def is_ready() -> bool:
     return warm_up().ready.is_set() and warm_up().failure is None
 
 
+@functools.cache
 def torch_version() -> str:
     """The installed torch, known without importing it; empty when there is none."""
     try:

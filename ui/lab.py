@@ -9,6 +9,8 @@ from engine.registry import Experiment
 from ui import bench, engine, runs, state, sweep, text, widgets
 from ui.text import say, t
 
+KNOWN = ("lang", "experiment", "seed", "device", "dtype", "pin", *sweep.LINK)  # of a link, beside parameters
+
 
 def draw() -> None:
     """Choose an experiment; its panel, its sweep, its formula and its code."""
@@ -19,8 +21,10 @@ def draw() -> None:
     if asked != by_link:
         st.warning(t("link_refused", names="experiment"), icon=":material/link_off:")
     name = widgets.listed(t("experiment"), names, "lab_experiment", _title, start=by_link or first) or first
-    if name != (by_link or first):  # another experiment has other parameters
+    if name != (by_link or first):  # another experiment has other parameters: those that it was left with
         state.set_link(**{key: None for key in state.link_values() if key != "lang"})
+        left = state.reader().shown.get(_slot(name))
+        state.set_link(experiment=name, **(runs.link_of(left.spec) if left else {}))
     experiment = registry.get(name)
     words = text.experiment(name)
     reading, working = st.columns([5, 6], gap="large")
@@ -39,10 +43,17 @@ def _title(name: str) -> str:
     return say(text.experiment(name).title)
 
 
+def _slot(experiment: str) -> str:
+    return f"lab/{experiment}"
+
+
 def _setup(experiment: Experiment) -> bench.Setup:
     """What the link asks for and the controls above the panel hold."""
-    slot = f"lab/{experiment.name}"
-    start, refused = runs.from_link(experiment, state.link_values())
+    slot = _slot(experiment.name)
+    link = state.link_values()
+    start, refused = runs.from_link(experiment, link)
+    refused += sweep.refused(experiment, link)
+    refused += [name for name in link if name not in {*experiment.Params.specs(), *KNOWN}]
     refused += runs.from_link_list(experiment, slot)
     if refused:  # kept: the next script run finds a mended link
         state.reader().messages[f"{slot}:link"] = ", ".join(dict.fromkeys(refused))

@@ -5,6 +5,7 @@ The only module that touches ``st.session_state`` and ``st.query_params``.
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import streamlit as st
+from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from claims.verify import Verdict
 from content.schema import LANGUAGES
@@ -65,15 +67,24 @@ class Reader:
     timer_started: float | None = None
 
 
+_here = threading.local()  # the context of the script run in this thread, and the visit it belongs to
+
+
 def reader() -> Reader:
     """The state of this visit, made at its first use.
 
-    Asked for with every label: a default made each time would draw a new id, which lets go of Python's lock, and a page
-    beside a training would wait for it forty times.
+    Asked for with every label, a thousand times for a page, and Streamlit's session state takes three locks each time:
+    so it is looked up once for a script run. And it is made only where it is missing: a default made each time would
+    draw a new id, which lets go of Python's lock, and a page beside a training would wait for it at each label.
     """
+    context = get_script_run_ctx(suppress_warning=True)
+    if context is not None and getattr(_here, "context", None) is context:
+        known: Reader = _here.reader
+        return known
     if "reader" not in st.session_state:
         st.session_state["reader"] = Reader()
     found: Reader = st.session_state["reader"]
+    _here.context, _here.reader = context, found
     return found
 
 

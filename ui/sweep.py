@@ -20,6 +20,7 @@ from ui.text import t
 
 PLACE = "sweep"  # key of its container
 SEEDS, MOST_SEEDS = 5, 50
+LINK = ("sweep", "by", "metric", "seeds")  # what of a link is the sweep's
 MOST_LINES = 5  # values of the second parameter; more lines can't be told apart
 
 
@@ -99,19 +100,24 @@ def _panel(experiment: Experiment, asked: RunSpec, slot: str, purpose: str, poll
             on_click=_start,
             args=(experiment, asked, slot, purpose, over, by or None, int(n_seeds)),
         )
-    state.set_link(
-        sweep=over if state.value_of(f"{place}:result") or state.link_value("sweep") else None,
-        by=by or None,
-        metric=metric if metric != names[0] else None,
-        seeds=str(n_seeds) if n_seeds != SEEDS else None,
-    )
     panel_busy = engine.active_job(f"lab:{slot}") is not None  # the run on show comes first
-    if state.link_value("sweep") and state.value_of(f"{place}:begun") is None and engine.is_ready() and not panel_busy:
+    if (
+        state.link_value("sweep", numbers)
+        and state.value_of(f"{place}:begun") is None
+        and engine.is_ready()
+        and not panel_busy
+    ):
         _start(experiment, asked, slot, purpose, over, by or None, int(n_seeds))  # a link that names one has it run
     job = engine.active_job(purpose)
     if job is not None:
         jobbar.draw(job)
     _collect(place, purpose)
+    state.set_link(
+        sweep=over if job or state.value_of(f"{place}:result") or state.link_value("sweep", numbers) else None,
+        by=by or None,
+        metric=metric if metric != names[0] else None,
+        seeds=str(n_seeds) if n_seeds != SEEDS else None,
+    )
     if place in state.reader().messages:
         st.warning(state.reader().messages[place], icon=":material/info:")
     result: Swept | None = job.partial if job is not None and job.partial else state.value_of(f"{place}:result")
@@ -153,8 +159,23 @@ def _word(value: Any) -> str:
 
 
 def _link_seeds() -> int:
-    raw = state.link_value("seeds") or ""
-    return int(raw) if re.fullmatch(r"\d{1,2}", raw, re.ASCII) and 1 <= int(raw) <= MOST_SEEDS else SEEDS
+    return _seeds(state.link_value("seeds") or "") or SEEDS
+
+
+def _seeds(raw: str) -> int | None:
+    return int(raw) if re.fullmatch(r"\d{1,2}", raw, re.ASCII) and 1 <= int(raw) <= MOST_SEEDS else None
+
+
+def refused(experiment: Experiment, link: Mapping[str, str]) -> list[str]:
+    """The names in a link that can't be taken for a sweep."""
+    specs = experiment.Params.specs()
+    fits = {
+        "sweep": isinstance(specs.get(link.get("sweep", "")), NumberSpec),
+        "by": isinstance(specs.get(link.get("by", "")), NumberSpec | ChoiceSpec | FlagSpec),
+        "metric": link.get("metric") in experiment.metric_names,
+        "seeds": _seeds(link.get("seeds", "")) is not None,
+    }
+    return [name for name in LINK if name in link and not fits[name]]
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
@@ -171,7 +192,11 @@ def _start(
     lines = [(value, values) for value, values in every if values]
     state.reader().messages.pop(place, None)
     if not lines:
-        state.reader().messages[place] = t("sweep_empty")
+        state.reader().messages[place] = f"{t('sweep_empty')}\n\n{_why_empty(experiment, params, over)}"
+        return
+    fitting = ({**params, over: values[0], **({by: value} if by else {})} for value, values in lines)
+    if all(over in experiment.Params.from_mapping(some).unread() for some in fitting):
+        state.reader().messages[place] = t("sweep_unread", over=_plain(over))
         return
     held_by = RunSpec(experiment.name, params, asked.seed, asked.device, asked.dtype)
     left_out = tuple(value for value, values in every if not values)
@@ -222,6 +247,17 @@ def _allowed(experiment: Experiment, params: Mapping[str, Any], over: str) -> li
             continue
         allowed.append(value)
     return allowed
+
+
+def _why_empty(experiment: Experiment, params: Mapping[str, Any], over: str) -> str:
+    """What the experiment says to the first value of a sweep that it refuses throughout."""
+    spec = experiment.Params.specs()[over]
+    first = widgets.sweep_values(spec, isinstance(experiment.Params.defaults()[over], int))[0]
+    try:
+        experiment.Params.from_mapping({**params, over: first})
+    except ParamsError as error:
+        return text.error(error)
+    return ""
 
 
 def _few(experiment: Experiment, by: str) -> Sequence[Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import streamlit as st
 from streamlit.components import v2
 
-from engine.base import Table
+from engine.base import Table, data_file
 from engine.registry import Experiment
 from engine.runner import RunSpec
 from export import notebook, script, table
@@ -19,6 +19,7 @@ from ui.text import say, t
 HERE = Path(__file__).parent
 CSV = ("text/csv", ":material/table_rows:")
 PYTHON = ("text/x-python", ":material/code:")
+DATA = ("application/octet-stream", ":material/database:")
 NOTEBOOK = ("application/x-ipynb+json", ":material/book_2:")
 
 # declared once a process: a declaration in a script run would be a new component each time
@@ -41,10 +42,13 @@ def draw(experiment: Experiment, spec: RunSpec, tables: Mapping[str, Table], *, 
             rows = partial(table.csv, tables[name])
             _button(f"{t('rows_csv')}: {titles[name]}", f"{experiment.name}-{name}.csv", CSV, rows, place)
         about = {"title": say(words.title), "about": say(words.about)}
-        made = partial(script.script, spec, **about)
+        made = partial(script.script, spec, **about, language=state.language())
         _button(t("script_py"), f"{experiment.name}.py", PYTHON, made, place)
         made = partial(notebook.notebook, spec, **about, formula=words.formula, language=state.language())
         _button(t("notebook_ipynb"), f"{experiment.name}.ipynb", NOTEBOOK, made, place)
+        for file in script.flat_run(spec).files:
+            read = data_file(file).read_bytes
+            _button(t("data_file", file=Path(file).name), Path(file).name, DATA, read, place)
         # a median over seeds, or a part of a training, is not what one run from end to end prints
         st.caption(t("take_home_help") if whole else t("take_home_other"))
 
@@ -64,7 +68,7 @@ def _chart(name: str, place: str) -> None:
     )
 
 
-def _button(label: str, file: str, kind: tuple[str, str], made: Callable[[], str], place: str) -> None:
+def _button(label: str, file: str, kind: tuple[str, str], made: Callable[[], str | bytes], place: str) -> None:
     """A download that is made when it is asked for."""
     mime, icon = kind
     st.download_button(label, made, file, mime, key=f"{place}-{file}", icon=icon, on_click="ignore", width="stretch")

@@ -98,7 +98,7 @@ def problem(p: Problem) -> str:
     if p.kind in ("choice", "unknown"):
         return t("problem_choice", name=label, got=p.got, allowed=", ".join(p.allowed))
     if p.kind == "text":
-        return t("problem_text", name=label, high=f"{p.high:g}")
+        return t("problem_text", name=label, high=f"{p.high:g}", n=f"{len(str(p.got)):,}")
     return t(f"problem_{p.kind}", name=label, got=p.got)  # t("problem_whole") t("problem_finite") t("problem_flag")
 
 

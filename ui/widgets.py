@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import streamlit as st
@@ -44,7 +44,8 @@ def listed(
         if then:
             then()
 
-    place = None if chosen is None else list(options).index(chosen)
+    # without a first choice the list can be emptied again: Streamlit offers that only where it is told of none
+    place = None if chosen is None or start is None else list(options).index(chosen)
     st.selectbox(label, options, place, key=spoken, format_func=words, on_change=keep, **look)
     return state.value_of(key)
 
@@ -61,64 +62,62 @@ def params_controls(
     start: Mapping[str, Any],
     slot: str,
     *,
+    unread: Container[str] = (),
     on_change: Callable[[], object] | None = None,
 ) -> None:
-    """Draw controls: sizes first, in two columns, then the rules, as one thinks. What they hold says :func:`held`."""
+    """Draw controls: sizes first, in two columns, then the rules, as one thinks. What they hold says :func:`held`.
+
+    ``unread``: those that the other settings leave without effect; they are shown and can't be moved.
+    """
     specs = experiment.Params.specs()
     shown = [n for n in names if n in specs]
     sizes = [n for n in shown if isinstance(specs[n], NumberSpec)]
     for row in range(0, len(sizes), 2):
         for column, field in zip(st.columns(2), sizes[row : row + 2], strict=False):
             with column:
-                _number(slot, field, specs[field], start[field], on_change)
+                _number(slot, field, specs[field], start[field], on_change, field in unread)
     for field in shown:
         spec = specs[field]
         if isinstance(spec, ChoiceSpec):
-            _choice(slot, field, spec, start[field], on_change)
+            _choice(slot, field, spec, start[field], on_change, field in unread)
         elif isinstance(spec, FlagSpec | TextSpec):
             key, label, help_text = state.control_key(slot, field), text.name(field), text.help_of(field)
             if isinstance(spec, FlagSpec):
-                st.toggle(label, start[field], key=key, help=help_text, on_change=on_change)
+                off = field in unread
+                st.toggle(label, start[field], key=key, help=help_text, on_change=on_change, disabled=off)
             else:
+                # no max_chars: a text that is pasted and too long would be dropped without a word
                 st.text_area(
                     label,
                     start[field],
-                    max_chars=spec.most,
                     height="content",
                     key=key,
                     help=help_text,
                     on_change=on_change,
+                    disabled=field in unread,
                 )
 
 
-def _number(slot: str, field: str, spec: NumberSpec, start: float, on_change: Callable[[], object] | None) -> None:
+def _number(
+    slot: str, field: str, spec: NumberSpec, start: float, on_change: Callable[[], object] | None, off: bool
+) -> None:
     # each control is told its default: a value put into the session state alone is lost when the first script run is
     # cut short before the browser has drawn it, and the control then stands at its minimum
     key, whole = state.control_key(slot, field), isinstance(start, int)
-    label, help_text = text.with_unit(field, spec.unit, plain=False), text.help_of(field)
+    label = text.with_unit(field, spec.unit, plain=False)
+    look: dict[str, Any] = {"key": key, "help": text.help_of(field), "on_change": on_change, "disabled": off}
     if spec.log2:
         options = _powers_of_two(spec, whole, {start, state.value_of(key)})
         style = "{:,}" if whole else "{:g}"
-        st.select_slider(label, options, start, key=key, help=help_text, format_func=style.format, on_change=on_change)
+        st.select_slider(label, options, start, format_func=style.format, **look)
     elif whole:
         step = int(spec.step or 1)
-        st.slider(
-            label, int(spec.low), int(spec.high), int(start), key=key, step=step, help=help_text, on_change=on_change
-        )
+        st.slider(label, int(spec.low), int(spec.high), int(start), step=step, **look)
     elif spec.step:
         low, high, step = float(spec.low), float(spec.high), float(spec.step)
-        st.slider(label, low, high, float(start), key=key, step=step, format="%g", help=help_text, on_change=on_change)
+        st.slider(label, low, high, float(start), step=step, format="%g", **look)
     else:
-        st.number_input(
-            label,
-            float(spec.low),
-            float(spec.high),
-            float(start),
-            key=key,
-            format="%g",
-            help=help_text,
-            on_change=on_change,
-        )
+        st.number_input(label, float(spec.low), float(spec.high), float(start), format="%g", **look)
 
 
 def _powers_of_two(spec: NumberSpec, whole: bool, also: set[Any]) -> list[Any]:
@@ -127,7 +126,9 @@ def _powers_of_two(spec: NumberSpec, whole: bool, also: set[Any]) -> list[Any]:
     return sorted(powers | {v for v in also if v is not None})
 
 
-def _choice(slot: str, field: str, spec: ChoiceSpec, start: str, on_change: Callable[[], object] | None) -> None:
+def _choice(
+    slot: str, field: str, spec: ChoiceSpec, start: str, on_change: Callable[[], object] | None, off: bool
+) -> None:
     key, label, help_text = state.control_key(slot, field), text.name(field), text.help_of(field)
     if len(spec.values) <= MOST_SEGMENTS:
         st.segmented_control(
@@ -139,10 +140,11 @@ def _choice(slot: str, field: str, spec: ChoiceSpec, start: str, on_change: Call
             help=help_text,
             required=True,
             on_change=on_change,
+            disabled=off,
         )
     else:
         words = functools.partial(text.choice, plain=True)
-        listed(label, spec.values, key, words, start=start, then=on_change, help=help_text)
+        listed(label, spec.values, key, words, start=start, then=on_change, help=help_text, disabled=off)
 
 
 def sweep_values(spec: NumberSpec, whole: bool, most: int = 13) -> list[Any]:

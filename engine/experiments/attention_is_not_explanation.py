@@ -28,7 +28,7 @@ import numpy as np
 
 from engine.attention import softmax_gradient
 from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, Table, choice, number, text
-from engine.inputs import EXAMPLE, LONGEST, SOURCES, n_unknown, read_texts, too_short
+from engine.inputs import EXAMPLE, LONGEST, SOURCES, n_unknown, read_texts, too_short, unread
 from engine.language_model import (
     D_K,
     D_MODEL,
@@ -59,6 +59,9 @@ class Params(BaseParams):
 
     def rules(self) -> Iterator[Problem]:
         yield from too_short(self.source, self.text)
+
+    def unread(self) -> frozenset[str]:
+        return unread(self.source) | ({"layer", "head"} if self.heads == "all" else set())
 
 
 METRICS = (

@@ -43,6 +43,9 @@ class Params(BaseParams):
     def rules(self) -> Iterator[Problem]:
         yield from inputs.too_short(self.source, self.text)
 
+    def unread(self) -> frozenset[str]:
+        return inputs.unread(self.source) & {"text"}  # repeating strings are always read too
+
 
 METRICS = (
     Metric("previous_token_score_max"),

@@ -40,6 +40,9 @@ class Params(BaseParams):
     def rules(self) -> Iterator[Problem]:
         yield from inputs.too_short(self.source, self.text)
 
+    def unread(self) -> frozenset[str]:
+        return inputs.unread(self.source) | ({"factor"} if self.scale != "factor" else set())
+
 
 METRICS = (
     Metric("loss_nats", "nats"),

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from engine import runner
+from engine.base import data_file
 from tests.browser.test_flagship import bench, engine_ready, figures
 from tools.browser import assert_clean
 
@@ -98,7 +99,7 @@ def test_a_sweep_over_two_parameters_runs_from_its_link_alone(app, open_reader):
     panel = visit.page.locator(".st-key-sweep")
     panel.locator(".role-legend-label text").nth(3).wait_for(timeout=60_000)
     assert len(panel.locator(".role-legend-label text").all()) == 4  # one line a scale rule
-    panel.get_by_text("range over 2 seeds").wait_for()
+    panel.get_by_text("mean and range, seeds: 2").wait_for()
     panel.get_by_role("button", name="Run the sweep").and_(visit.page.locator(":enabled")).wait_for()
     visit.idle()
     panel.get_by_role("button", name="Take it home").click()
@@ -131,6 +132,9 @@ def test_chart_rows_script_and_notebook_are_downloaded_as_the_page_shows_them(ap
     name, drawing = downloaded(visit, button(visit, "Chart, SVG"))
     assert drawing.startswith(b"<svg")
     assert drawing.count(b"<path") == bench(visit).locator("svg.marks path").count()
+    assert b"@font-face" in drawing  # the words as wide as they were measured
+    assert b"data:font/" in drawing
+    assert app.url.encode() not in drawing
     _, script = downloaded(visit, visit.page.get_by_role("button", name="Script, Python"))
     assert b"SEED = 5" in script
     assert b"import streamlit" not in script
@@ -139,6 +143,74 @@ def test_chart_rows_script_and_notebook_are_downloaded_as_the_page_shows_them(ap
     _, rows = downloaded(visit, visit.page.get_by_role("button", name="Rows, CSV"))
     table = runner.run(EXPERIMENT, {"d_k": 16}, seed=5).tables["histogram"]
     assert len(rows.decode().splitlines()) == 1 + len(table["logits"])
+    assert_clean(visit)
+
+
+def test_a_saved_heat_map_keeps_its_colour_scale_and_no_address(app, open_reader):
+    visit = open_reader(app)
+    open_lab(visit, experiment="attention_maps", source="text", text="To be or not to be")
+    bench(visit).locator(".role-legend-gradient").first.wait_for()
+    bench(visit).get_by_role("button", name="Take it home").click()
+    _, drawing = downloaded(visit, button(visit, "Chart, SVG"))
+    text = drawing.decode()
+    (gradient,) = re.findall(r'<linearGradient[^>]* id="([^"]+)"', text)
+    assert f"url(#{gradient})" in text
+    assert "http" not in text.replace("http://www.w3.org/", "")
+    name, weights = downloaded(visit, visit.page.get_by_role("button", name=re.compile("The weights that both read")))
+    assert (name, weights) == ("model.npz", data_file("trained/model.npz").read_bytes())
+    assert_clean(visit)
+
+
+def test_a_text_that_the_model_can_not_read_is_said_to_be_so(app, open_reader):
+    visit = open_reader(app)
+    open_lab(visit, experiment="attention_maps", source="text", text="今天天气很好", lang="zh")
+    visit.page.get_by_text("你的文本里有 6 个字符模型不认识").wait_for()
+    assert_clean(visit)
+
+
+def test_a_quick_sweep_stands_in_the_link_at_once(app, open_reader):
+    visit = open_reader(app)
+    open_lab(visit)
+    visit.page.get_by_text("Sweep", exact=True).first.click()
+    visit.act(lambda: button(visit, "Run the sweep").click())
+    visit.page.get_by_text("mean and range, seeds: 5").wait_for(timeout=60_000)
+    assert link(visit)["sweep"] == ["d_k"]
+    assert_clean(visit)
+
+
+def test_a_parameter_without_effect_is_not_swept_and_can_not_be_moved(app, open_reader):
+    visit = open_reader(app)
+    open_lab(visit, experiment="trained_logits", source="text", sweep="seq_len", seeds="1")
+    visit.page.get_by_text("has no effect with the other settings").wait_for(timeout=60_000)
+    slider = bench(visit).get_by_role("slider", name="sequence length")
+    assert slider.is_disabled()
+    assert_clean(visit)
+
+
+def test_an_experiment_is_found_as_it_was_left(app, open_reader):
+    visit = open_reader(app)
+    open_lab(visit, d_k="16", seed="4")
+    before = figures(visit)
+    for title in ("Softmax of [a, a, 2a]", "Spread of q·k"):
+        visit.page.get_by_role("combobox").first.click()
+        visit.act(lambda title=title: visit.page.get_by_role("option", name=title).click())
+    assert (link(visit)["d_k"], link(visit)["seed"]) == (["16"], ["4"])
+    assert figures(visit) == before
+    assert_clean(visit)
+
+
+def test_a_filter_of_the_ledger_can_be_cleared_again(app, open_reader):
+    visit = open_reader(app)
+    visit.goto("claims", lang="en")
+    verify = visit.page.get_by_role("button", name=re.compile("Verify all"))
+    verify.wait_for()
+    everything = verify.text_content()
+    box = visit.page.get_by_role("combobox").first
+    box.click()
+    visit.act(lambda: visit.page.get_by_role("option", name="Spread of q·k").click())
+    assert verify.text_content() != everything
+    visit.act(lambda: visit.page.get_by_role("button", name="Clear value").first.click())
+    assert verify.text_content() == everything
     assert_clean(visit)
 
 
@@ -195,6 +267,6 @@ def test_a_median_over_seeds_is_not_pinned_as_one_run(app, open_reader):
 def test_a_link_with_values_that_do_not_exist_says_which(app, open_reader):
     visit = open_reader(app)
     open_lab(visit, d_k="many", seed="-1", pin="d_k=0&seed=1", sweep="no_such", metric="none", seeds="x")
-    visit.page.get_by_text(re.compile("The link names values.*d_k, seed")).wait_for()
+    visit.page.get_by_text(re.compile("The link names values.*d_k, seed, sweep, metric, seeds")).wait_for()
     assert series(visit) == []
     assert_clean(visit)

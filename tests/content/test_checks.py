@@ -524,6 +524,17 @@ def test_too_few_kinds(tmp_path):
     assert "got the kinds choice, order, recall; a card has at least 4 kinds" in messages
 
 
+@pytest.mark.parametrize(
+    ("kept", "refused"), [((), True), (("measure-the-spread",), False), (("shape-of-the-logits",), False)]
+)
+def test_one_item_draws_fresh_numbers(kept, refused, tmp_path):
+    text = example()
+    for item in {"measure-the-spread", "shape-of-the-logits"} - set(kept):
+        text = without(text, "quiz", item)
+    messages = [p.message for p in check(folder(tmp_path, text)) if p.where == "quiz"]
+    assert any("draws fresh numbers" in message for message in messages) is refused
+
+
 @pytest.mark.parametrize(("words", "warning"), [(45, True), (60, False)])
 def test_spoken_length_warns_first(words, warning, tmp_path):
     found = problems(

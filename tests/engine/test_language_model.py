@@ -10,6 +10,7 @@ import torch
 
 from engine import corpus
 from engine import language_model as lm
+from engine.base import data_file
 from tools import train_language_model as training
 
 
@@ -97,11 +98,11 @@ def test_training_learns_and_a_seed_decides_it():
 
 
 def about() -> dict:
-    return json.loads((lm.FILE.parent / "training.json").read_text("utf-8"))
+    return json.loads((data_file(lm.FILES[0]).parent / "training.json").read_text("utf-8"))
 
 
 def test_the_weights_are_small_whole_and_the_ones_that_were_described():
-    assert lm.FILE.stat().st_size < 2 * 10**6
+    assert data_file(lm.FILES[0]).stat().st_size < 2 * 10**6
     stored = lm.load_weights()
     assert {name: tuple(w.shape) for name, w in stored.items()} == lm.shapes()
     measured = training.evaluate(stored)
@@ -111,8 +112,8 @@ def test_the_weights_are_small_whole_and_the_ones_that_were_described():
 
 def test_a_damaged_file_is_refused(tmp_path, monkeypatch):
     broken = tmp_path / "model.npz"
-    broken.write_bytes(lm.FILE.read_bytes()[:-1])
-    monkeypatch.setattr(lm, "FILE", broken)
+    broken.write_bytes(data_file(lm.FILES[0]).read_bytes()[:-1])
+    monkeypatch.setattr(lm, "data_file", lambda name: broken)
     lm._from_file.cache_clear()
     try:
         with pytest.raises(lm.DamagedWeights, match=r"model\.npz"):

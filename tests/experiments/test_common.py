@@ -304,6 +304,32 @@ def bounds(name: str) -> Iterator[tuple[str, object]]:
             yield from ((field_name, value) for value in ("x", "ab" * (spec.most // 2)))
 
 
+def unread(name: str) -> Iterator[tuple[dict[str, object], str, object]]:
+    """Settings that leave a field unread, beside another value for it."""
+    experiment = registry.get(name)
+    for field_name, value in [(None, None), *bounds(name)]:
+        setting = small(experiment) | ({field_name: value} if field_name else {})
+        with contextlib.suppress(ParamsError):
+            params = experiment.Params(**setting)
+            for idle in sorted(params.unread()):
+                yield setting, idle, next(v for f, v in bounds(name) if f == idle and v != getattr(params, idle))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if any(unread(name))])
+def test_what_is_called_unread_changes_nothing(name):
+    experiment = registry.get(name)
+    seen = set()
+    for setting, idle, value in unread(name):
+        decides = tuple(v for k, v in setting.items() if isinstance(v, (str, bool)))
+        if (idle, decides) not in seen:  # one of the settings in which the same rules hold
+            seen.add((idle, decides))
+            with contextlib.suppress(ParamsError):
+                one, other = (
+                    experiment.run(experiment.Params(**setting | more), make_run(3)) for more in ({}, {idle: value})
+                )
+                assert equal(name, one, other), f"{idle} is read under {setting}"
+
+
 @pytest.mark.parametrize(
     ("name", "field_name", "value"), [(n, f, v) for n in NAMES for f, v in bounds(n)], ids=lambda v: str(v)
 )

@@ -13,7 +13,7 @@ from engine import registry
 from engine.base import ChoiceSpec, FlagSpec, NumberSpec, ParamsError, Result, Spec, TextSpec
 from engine.runner import RunSpec, run_spec
 
-WORDS: dict[str, Any] = {"title": "A title", "about": "What it shows, in words."}
+WORDS: dict[str, Any] = {"title": "A title", "about": "What it shows, in words.", "language": "en"}
 
 
 def other(spec: Spec, default: Any) -> Any:

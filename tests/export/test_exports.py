@@ -19,7 +19,7 @@ from export.script import flat_run, script
 from tests.export.runs import WORDS, code_cells, expected, other_params
 
 NAMES = registry.names()
-NOTEBOOK_WORDS = WORDS | {"formula": "x^2", "language": "en"}
+NOTEBOOK_WORDS = WORDS | {"formula": "x^2"}
 ROOMS = ("app", "pages", "ui", "study", "export", "tools", "claims", "content", "engine", "bench", "tests")
 ABSENT = ("streamlit", "pandas", "yaml", "altair", "pydantic", "nbformat", "matplotlib")
 

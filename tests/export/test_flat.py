@@ -290,6 +290,8 @@ def test_an_exported_experiment_finds_its_file_beside_it(flat, tmp_path, monkeyp
     code = f"from __future__ import annotations\n__file__ = {str(home / 'script.py')!r}\n{code}\nprint(run(0))\n"
     assert executed(code)[1] == ["1 2 3"]
     assert base.data_file("base.py") == Path(base.__file__)
+    (home / "trained/numbers.txt").rename(home / "numbers.txt")  # as a browser saves it
+    assert executed(code)[1] == ["1 2 3"]
     shutil.rmtree(home)
     with pytest.raises(FileNotFoundError, match=re.escape("trained/numbers.txt")):
         executed(code)

@@ -74,7 +74,7 @@ def test_a_file_that_it_reads_is_named_and_found_beside_it(monkeypatch, tmp_path
     files = ("trained/model.npz",)
     monkeypatch.setattr(module, "flat_run", lambda *given: dataclasses.replace(flat_run(*given), files=files))
     text = notebook(SPEC, **WORDS)
-    assert "put `engine/trained/model.npz` of the project beside this notebook" in text
+    assert "put `model.npz` into the same folder" in text
     names, _ = executed(code_cells(text)[0])
     assert names["__file__"] == "notebook.ipynb"  # engine.base.data_file looks in the folder of this name
 

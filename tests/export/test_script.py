@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import unicodedata
 
 import pytest
@@ -49,7 +50,7 @@ def test_bounds_and_changed_defaults_stand_beside_the_parameters():
 def test_the_top_says_what_it_is_and_what_it_needs(monkeypatch):
     installed = {"torch": "2.13.0+cu130", "numpy": "2.4.6"}
     monkeypatch.setattr("importlib.metadata.version", installed.__getitem__)
-    top = comments_at_the_top(script(SPEC, title="q·k", about="Draws pairs."))
+    top = comments_at_the_top(script(SPEC, title="q·k", about="Draws pairs.", language="en"))
     assert top.startswith("q·k # Draws pairs. # ")
     assert "pip install torch==2.13.0 numpy==2.4.6" in top
     assert "http" not in top
@@ -59,7 +60,7 @@ def test_the_top_says_what_it_is_and_what_it_needs(monkeypatch):
     "about", ["word " * 100, "逐行看权重集中到什么程度、softmax 的雅可比还剩多少。" * 12, 'a\nimport os\n"""\n\\']
 )
 def test_words_of_any_kind_stay_comments_of_a_screen_s_width(about):
-    text = script(SPEC, title=about, about=about)
+    text = script(SPEC, title=about, about=about, language="en")
     assert settings(text) == settings(script(SPEC, **WORDS))
     assert "".join(comments_at_the_top(text).split()).startswith("".join(f"{about}#{about}#From".split()))
     for line in text.splitlines():
@@ -96,9 +97,14 @@ def test_metrics_that_a_run_does_not_measure_are_left_out():
 
 def test_a_file_that_it_reads_is_named_at_the_top():
     flat = dataclasses.replace(flat_run(SPEC), files=("trained/model.npz",))
-    said = "It reads a file: put engine/trained/model.npz of the project beside this script, as trained/model.npz."
-    assert said in header(SPEC, flat, "A title", "About it.")
-    assert "reads a file" not in header(SPEC, flat_run(SPEC), "A title", "About it.")
+    assert "put model.npz into the same folder" in header(SPEC, flat, **WORDS).replace("\n# ", " ")
+    assert "reads a file" not in header(SPEC, flat_run(SPEC), **WORDS)
+
+
+def test_its_head_is_in_one_language():
+    said = header(SPEC, flat_run(SPEC), "标题", "说明。", "zh")
+    words = [word for word in re.findall(r"[A-Za-z]{2,}", said) if word not in ("torch", "numpy", "pip", "install")]
+    assert words == [*re.findall(r"[A-Za-z]{2,}", SPEC.experiment), "dtype"]
 
 
 def test_what_the_runner_refuses_is_refused():

@@ -1,12 +1,25 @@
 """charts.py: what a plot's declaration becomes in Vega-Lite."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from engine.base import Plot
 from ui import charts
 
 WORDS = charts._Words(
-    x="x", y="y", by="series", theory="law", value="", series=("a", "b"), facets=(), x_is_text=False, colour="#000000"
+    x="x",
+    y="y",
+    by="series",
+    theory="law",
+    value="",
+    series=("a", "b"),
+    facets=(),
+    x_is_text=False,
+    single=False,
+    signed=False,
+    colour="#000000",
 )
 
 
@@ -18,6 +31,22 @@ def test_a_law_is_drawn_once_for_all_series_or_once_for_each(one_law):
     assert law["encoding"]["y"]["field"] == "law"
     assert points["encoding"]["y"]["axis"].get("format") is None
     assert ("detail" in law["encoding"]) is not one_law
+
+
+def test_a_line_through_one_place_is_drawn_as_points():
+    plot = Plot("p", table="t", x="x", y="y")
+    for single in (True, False):
+        mark = charts.spec(plot, dataclasses.replace(WORDS, single=single))["mark"]
+        assert bool(mark["point"]) is single
+
+
+def test_a_heat_map_of_signed_values_has_two_hues_that_meet_at_zero():
+    plot = Plot("p", table="t", x="x", y="y", mark="heat", value="v")
+    table = {"x": np.arange(3), "y": np.zeros(3), "v": np.array([-2.0, 0.0, 1.0])}
+    for values, signed in ((table["v"], True), (np.abs(table["v"]), False)):
+        assert charts._prepare(plot, {**table, "v": values})[1].signed is signed
+        colour = charts.spec(plot, dataclasses.replace(WORDS, signed=signed))["encoding"]["color"]
+        assert (colour.get("scale", {}).get("domainMid") == 0) is signed
 
 
 def test_rates_have_prefixes():

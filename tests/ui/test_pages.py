@@ -152,3 +152,32 @@ def test_a_visit_is_made_once_however_often_it_is_asked_for(monkeypatch):
     app = opened("cards", "en", card="sdpa-scale-sqrt-dk")
     assert not app.exception
     assert len(made) == 1
+
+
+def test_one_thread_serves_two_visits_and_mixes_neither(monkeypatch):
+    sessions = {"first": {}, "second": {}}
+    now = ["first"]
+    contexts = {name: object() for name in sessions}
+    monkeypatch.setattr(state, "get_script_run_ctx", lambda **_: contexts[now[0]])
+    monkeypatch.setattr(state.st, "session_state", ByVisit(sessions, now))
+    found = {}
+    for name in ("first", "second", "first", "second"):
+        now[0] = name
+        assert found.setdefault(name, state.reader()) is state.reader() is sessions[name]["reader"]
+    assert found["first"] is not found["second"]
+
+
+class ByVisit:
+    """Streamlit's session state: it belongs to whoever asks."""
+
+    def __init__(self, sessions, now):
+        self.sessions, self.now = sessions, now
+
+    def __contains__(self, key):
+        return key in self.sessions[self.now[0]]
+
+    def __getitem__(self, key):
+        return self.sessions[self.now[0]][key]
+
+    def __setitem__(self, key, value):
+        self.sessions[self.now[0]][key] = value

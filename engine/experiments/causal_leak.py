@@ -1,7 +1,8 @@
 r"""Which tokens each output depends on: the gradient of every position with respect to every input, and overwriting.
 
 A stack of attention layers with a residual stream; everything but attention works on each position by itself, so
-only attention can carry one token to another position. One mask, applied in one of four ways:
+only attention, and the choice of an expert (below), can carry one token to another position. One mask, applied in one
+of four ways:
 
 ``minus_inf``           the hidden logits become -inf before the softmax
 ``times_zero``          the hidden logits are multiplied by 0 before the softmax, and exp 0 = 1
@@ -40,7 +41,7 @@ class Params(BaseParams):
     applied: str = choice("minus_inf", "times_zero", "after_softmax", "after_renormalized")
     n_layers: int = number(1, low=1, high=6)
     in_layers: str = choice("all_layers", "first_layer", "last_layer")
-    prefix_len: int = number(4, low=1, high=48)
+    prefix_tokens: int = number(4, low=1, high=48)
     window: int = number(4, low=1, high=48)
     document_len: int = number(6, low=1, high=48)
     expert_choice: bool = flag(False)
@@ -202,7 +203,7 @@ def _keep(params: Params, n: int, device: torch.device) -> torch.Tensor:
     return keep_named(
         params.mask,
         n,
-        prefix_len=params.prefix_len,
+        prefix_len=params.prefix_tokens,
         window=params.window,
         document_len=params.document_len,
         device=device,

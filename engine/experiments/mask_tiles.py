@@ -35,7 +35,7 @@ class Params(BaseParams):
     mask: str = choice("causal", "window", "documents", "prefix", "no_mask")
     corner: str = choice("bottom_right", "top_left")
     tile: int = number(32, low=1, high=512, log2=True)
-    prefix_len: int = number(64, low=1, high=4096, log2=True)
+    prefix_tokens: int = number(64, low=1, high=4096, log2=True)
     window: int = number(64, low=1, high=4096, log2=True)
     document_len: int = number(64, low=1, high=4096, log2=True)
     d_k: int = number(64, low=1, high=256, log2=True)
@@ -134,7 +134,7 @@ def _keep(params: Params, q_len: int, kv_len: int, device: torch.device) -> torc
         params.mask,
         q_len,
         kv_len,
-        prefix_len=params.prefix_len,
+        prefix_len=params.prefix_tokens,
         window=params.window,
         document_len=params.document_len,
         alignment=params.corner,

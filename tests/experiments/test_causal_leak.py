@@ -10,7 +10,7 @@ from tests.harness import assert_law_catches, recorded, run
 
 NAME = "causal_leak"
 N, D = 5, 4
-SIZES = {"prefix": "prefix_len", "window": "window", "documents": "document_len"}
+SIZES = {"prefix": "prefix_tokens", "window": "window", "documents": "document_len"}
 SETTINGS = [
     {},
     {"mask": "no_mask"},
@@ -18,7 +18,7 @@ SETTINGS = [
     {"mask": "one_ahead", "n_layers": 2},
     {"mask": "one_ahead", "n_layers": 2, "in_layers": "first_layer"},
     {"mask": "one_ahead", "n_layers": 2, "in_layers": "last_layer"},
-    {"mask": "prefix", "prefix_len": 3},
+    {"mask": "prefix", "prefix_tokens": 3},
     {"mask": "window", "window": 2, "n_layers": 2},
     {"mask": "documents", "document_len": 2},
     {"applied": "times_zero"},

@@ -19,11 +19,11 @@ SETTINGS = [
     {"q_len": 9, "kv_len": 4, "tile": 2},
     {"q_len": 12, "kv_len": 12, "tile": 3, "mask": "window", "window": 3},
     {"q_len": 12, "kv_len": 12, "tile": 4, "mask": "documents", "document_len": 5},
-    {"q_len": 12, "kv_len": 12, "tile": 4, "mask": "prefix", "prefix_len": 6},
+    {"q_len": 12, "kv_len": 12, "tile": 4, "mask": "prefix", "prefix_tokens": 6},
     {"q_len": 5, "kv_len": 6, "tile": 1, "mask": "no_mask"},
     {"q_len": 1, "kv_len": 1, "tile": 64},
 ]
-SIZES = {"prefix": "prefix_len", "window": "window", "documents": "document_len"}
+SIZES = {"prefix": "prefix_tokens", "window": "window", "documents": "document_len"}
 
 
 def kept_pairs(p: dict, q_len: int, kv_len: int) -> set[tuple[int, int]]:

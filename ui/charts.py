@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from typing import Any
+from unicodedata import east_asian_width
 
 import numpy as np
 import pandas as pd
@@ -202,7 +203,7 @@ def _heat(base: Any, plot: Plot, words: _Words) -> Any:
 
 def _legend_columns(series: tuple[str, ...]) -> int:
     """As many as fit beside each other in the narrow panel of a card."""
-    longest = max(map(len, series), default=0)
+    longest = max((sum(2 if east_asian_width(c) in "WF" else 1 for c in name) for name in series), default=0)
     return 3 if longest <= 9 else 2 if longest <= 18 else 1
 
 

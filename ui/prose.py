@@ -47,6 +47,8 @@ _TEX = (
     (re.compile(r"\\(?:mathrm|text|operatorname)\{([^{}]*)\}"), r"\1"),
     (re.compile(r"\\(ln|log|exp|max|min)\b ?"), r"\1 "),
     (re.compile(r"\\cdot ?"), "·"),
+    (re.compile(r"\^\{?\\top\}?"), "ᵀ"),
+    (re.compile(r"\^2\b"), "²"),
     (re.compile(r"\\(?:,|;|!|quad)"), " "),
     (re.compile(r"_\{([^{}]*)\}"), r"_\1"),
 )
@@ -61,7 +63,7 @@ def plain(text: str) -> str:
             tex = pattern.sub(words, tex)
         return tex
 
-    text = re.sub(r"\$([^$]+)\$", formula, text)
+    text = re.sub(r"\$([^$]+)\$", formula, text.replace("`", ""))
     return re.sub(r"\*([^*]+)\*", r"\1", _CITATION.sub("", text)).strip()
 
 

@@ -400,6 +400,73 @@ def attention_is_not_explanation(p: Any, run: Run) -> Any:
     return found
 
 
+def causal_leak(p: Any, run: Run) -> Any:
+    """One causal layer on a copy for each position, forward and back; the same overwritten; and each prefix."""
+    import torch
+    from torch.nn.functional import layer_norm
+
+    n, d = p.seq_len, p.d_model
+    W_q, W_k, W_v, W_o, _ = run.randn(5, d, d) / d**0.5
+    run.randn(d)
+    x, other, g = run.randn(n, d), run.randn(n, d), run.randn(d)
+    each = torch.arange(n)
+
+    def layer(x: Any) -> Any:
+        h, length = layer_norm(x, (d,)), x.shape[1]
+        logits = (h @ W_q @ (h @ W_k).mT * d**-0.5).masked_fill(
+            torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf
+        )
+        return x + torch.softmax(logits, -1) @ (h @ W_v) @ W_o
+
+    copies = x.repeat(n, 1, 1).requires_grad_()
+    out = layer(copies)
+    found = [torch.autograd.grad((out[each, each] @ g).sum(), copies)[0].norm(dim=-1)]
+    with torch.no_grad():
+        overwritten = x.repeat(n, 1, 1)
+        overwritten[each, each] = other
+        found.append((layer(overwritten) - out).abs().amax(-1))
+        found += [layer(x[None, : t + 1])[0, -1] for t in range(n)]
+        x[-1] = torch.nan
+        found.append(layer(x[None]).isnan().sum())
+    return found
+
+
+def mask_tiles(p: Any, run: Run) -> Any:
+    """Causal attention over all keys, then a row of tiles at a time over those up to the diagonal; masks counted."""
+    import torch
+
+    q, k, v = run.randn(p.q_len, p.d_k), run.randn(p.kv_len, p.d_k), run.randn(p.kv_len, p.d_k)
+    future = torch.ones(p.q_len, p.kv_len, dtype=torch.bool).triu(1)
+    scale = p.d_k**-0.5
+    qk = q @ k.mT * scale
+    found = [torch.softmax(qk.masked_fill(future, -torch.inf), -1) @ v, (torch.softmax(qk, -1) * future).sum(-1)]
+    for start in range(0, p.q_len, p.tile):
+        rows, end = slice(start, start + p.tile), start + p.tile
+        logits = (q[rows] @ k[:end].mT * scale).masked_fill(future[rows, :end], -torch.inf)
+        found.append(torch.softmax(logits, -1) @ v[:end])
+    for n in (p.q_len, 16, 32, 64, 128, 256, 512):
+        tile = min(p.tile, n)
+        kept = torch.ones(n, n, dtype=torch.bool).tril().view(n // tile, tile, n // tile, tile).sum((1, 3))
+        found += [kept.sum(), (kept > 0).sum()]
+    return found
+
+
+def mask_alignment(p: Any, run: Run) -> Any:
+    """Causal attention of all tokens, the fused call on unit vectors, and three calls at nine chunk lengths."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    q, k, v = (run.randn(p.batch, 1, p.kv_len, 64) for _ in range(3))
+    future = torch.ones(p.kv_len, p.kv_len, dtype=torch.bool).triu(1)
+    logits = q @ k.mT / 8
+    full = torch.softmax(logits.masked_fill(future, -torch.inf), -1) @ v
+    found = [sdpa(q[:, :, -p.q_len :], k, torch.eye(p.kv_len, 64).expand_as(v), is_causal=True)]
+    found += [torch.softmax(logits[:, :, -p.q_len :], -1) for _ in range(2)]
+    for q_len in range(1, p.kv_len + 1):
+        chunk, wanted = q[:, :, -q_len:], full[:, :, -q_len:]
+        for call in ({"is_causal": True}, {"attn_mask": ~future[-q_len:]}, {}):
+            found.append((sdpa(chunk, k, v, **call) - wanted).abs().max())
+    return found
 def rope_logits(p: Any, run: Run) -> Any:
     """One q at all distances in float64, the matrix of positions, the drawn pairs twice, four curves, partial sums."""
     import torch

@@ -332,12 +332,16 @@ def averaged_pair(p: Any, run: Run) -> Any:
 
 
 def head_costs(p: Any, run: Run) -> Any:
-    """One layer without storage for every number of heads; its operations are not counted."""
+    """One layer without storage for every number of heads, with its operations counted."""
     import torch
+
+    from engine.operations import count_operations
 
     x, W = (torch.empty(*shape, device="meta") for shape in ((p.seq_len, p.d_model), (p.d_model, p.d_model)))
     found = []
     for n_heads in (1, 2, 4, 8, 16, 32, 64):
-        q, k, v = ((x @ W).unflatten(-1, (n_heads, -1)).transpose(0, 1) for _ in range(3))
-        found.append((q @ k.mT @ v).transpose(0, 1).flatten(1) @ W)
+        with count_operations() as counted:
+            q, k, v = ((x @ W).unflatten(-1, (n_heads, -1)).transpose(0, 1) for _ in range(3))
+            found.append((q @ k.mT @ v).transpose(0, 1).flatten(1) @ W)
+        found.append(counted)
     return found

@@ -532,3 +532,57 @@ def rope_precision(p: Any, run: Run) -> Any:
             ]
             found.append((turned[0] * turned[1]).sum(-1).square().mean())
     return found, torch.arange(p.position + 1).to(torch.bfloat16).diff().count_nonzero()
+def slot_retrieval(p: Any, run: Run) -> Any:
+    """Twelve steps of softmax rows, their second moments, an inverse, a gradient; drawn tokens through the layers."""
+    import torch
+
+    contents = sorted({p.d_model * n // 8 for n in (2, 4, 5, 6, 8)} | {p.content})
+    counts = {1, p.n_heads}
+    W_v = run.randn(len(counts) * len(contents), 1, p.d_model, p.d_model).double()
+    free = run.randn(len(W_v), 4, p.n_heads, p.kv_len).double()
+    for _ in range(12):
+        rows = torch.softmax(p.logit_range * free.sigmoid(), -1).repeat_interleave(p.d_model // p.n_heads, 2)
+        inverse = torch.linalg.inv(rows @ rows.mT * (W_v @ W_v.mT) + torch.eye(p.d_model))
+        moved = inverse @ (rows @ rows.mT) @ inverse @ rows - inverse @ rows
+        free = free - moved.unflatten(2, (p.n_heads, -1)).sum(3).sign()
+    found = []
+    for _ in counts:
+        tokens = run.randn(1024, p.kv_len, p.content)
+        v = (tokens @ run.randn(p.content, p.d_model)).unflatten(-1, (p.n_heads, -1)).transpose(1, 2)
+        heads = torch.softmax(run.randn(p.n_heads, 1, p.kv_len), -1) @ v
+        found.append((heads.flatten(1) @ run.randn(p.d_model, p.n_targets * p.content)).square().sum())
+    return found
+
+
+def averaged_pair(p: Any, run: Run) -> Any:
+    """At eleven weights, and once more at the chosen one: averages, a linear map by least squares, all distances."""
+    import torch
+
+    values = torch.nn.functional.normalize(run.randn(p.n_tokens, p.d_v), dim=-1)
+    fitted = values[(run.rand(8, 32 * p.d_v) * p.n_tokens).long()]
+    v = values[(run.rand(8, p.n_averages) * p.n_tokens).long()]
+    found = []
+    for weight, n in [(0.5 + i / 20, 32) for i in range(11)] + [(p.first_weight, p.n_averages)]:
+        row = torch.tensor([[weight, 1 - weight, *[0.0] * 6]])
+        read, contexts = ((row @ x.flatten(1)).view_as(x[0]) for x in (fitted, v))
+        slots = torch.linalg.solve(read.T @ read + torch.eye(p.d_v), read.T @ torch.cat((fitted[0], fitted[1]), -1))
+        near = contexts[:n] @ values.mT
+        distance = values @ values.mT - near[:, :, None] - near[:, None]
+        found += [distance.flatten(1).argmin(-1), (contexts @ slots - torch.cat((v[0], v[1]), -1)).square().sum()]
+    return found
+
+
+def head_costs(p: Any, run: Run) -> Any:
+    """One layer without storage for every number of heads, with its operations counted."""
+    import torch
+
+    from engine.operations import count_operations
+
+    x, W = (torch.empty(*shape, device="meta") for shape in ((p.seq_len, p.d_model), (p.d_model, p.d_model)))
+    found = []
+    for n_heads in (1, 2, 4, 8, 16, 32, 64):
+        with count_operations() as counted:
+            q, k, v = ((x @ W).unflatten(-1, (n_heads, -1)).transpose(0, 1) for _ in range(3))
+            found.append((q @ k.mT @ v).transpose(0, 1).flatten(1) @ W)
+        found.append(counted)
+    return found

@@ -358,3 +358,35 @@ def mask_alignment(p: Any, run: Run) -> Any:
         for call in ({"is_causal": True}, {"attn_mask": ~future[-q_len:]}, {}):
             found.append((sdpa(chunk, k, v, **call) - wanted).abs().max())
     return found
+
+
+def mask_styles(p: Any, run: Run) -> Any:
+    """A constant added before the softmax, and six ways over seventeen leads of the hidden logits."""
+    import torch
+
+    z = run.randn(p.q_len + 1, p.kv_len)
+    hidden = torch.arange(p.kv_len) >= p.kv_len - p.hidden_len
+    found = [torch.softmax(z + hidden * -1e4, -1), torch.softmax(z.double().masked_fill(hidden, -torch.inf), -1)]
+    z = z[0] + hidden * (2.0 ** torch.arange(-2, 15))[:, None]
+    after = torch.softmax(z, -1) * ~hidden
+    found += [torch.softmax(x, -1) for x in (z + hidden * -1e4, z.masked_fill(hidden, -1e4), z * ~hidden)]
+    return [*found, torch.softmax(z.masked_fill(hidden, -torch.inf), -1), after, after / after.sum(-1, keepdim=True)]
+
+
+def empty_row_gradients(p: Any, run: Run) -> Any:
+    """Attention of the other queries, forward and back: once by itself, and under eight guards with two masks."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    q, k, v, g = (run.randn(p.seq_len, p.d_k).requires_grad_() for _ in range(4))
+    keep = torch.ones(p.seq_len, p.seq_len, dtype=torch.bool).tril()
+    keep[:, : p.left_padding] = False
+    found = []
+    for guard in range(18):
+        if guard % 3 == 0:
+            out = sdpa(q[None, None], k[None, None], v[None, None], attn_mask=keep)[0, 0]
+        else:
+            logits = (q @ k.mT * p.d_k**-0.5).masked_fill(~keep, -torch.inf)
+            out = torch.softmax(logits, -1) @ v
+        found += torch.autograd.grad((out[p.left_padding :] * g[p.left_padding :]).sum(), (q, k, v))
+    return found

@@ -22,7 +22,7 @@ Ways to write it (``guard``):
 The last three say what this version of PyTorch does on this device. The gradient is compared with that of the other
 queries alone, in float64.
 
-Sources: pytorch-code, docstring of ``scaled_dot_product_attention``; pytorch-131060; pytorch-156212.
+Sources: pytorch-code, docstring of ``scaled_dot_product_attention``; pytorch-131060; pytorch-52248.
 """
 
 from __future__ import annotations

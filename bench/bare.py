@@ -361,13 +361,13 @@ def mask_alignment(p: Any, run: Run) -> Any:
 
 
 def mask_styles(p: Any, run: Run) -> Any:
-    """A constant added before the softmax, and six ways over seventeen leads of the hidden logits."""
+    """A constant added before the softmax, and six ways over twenty-four leads of the hidden logits."""
     import torch
 
     z = run.randn(p.q_len + 1, p.kv_len)
     hidden = torch.arange(p.kv_len) >= p.kv_len - p.hidden_len
     found = [torch.softmax(z + hidden * -1e4, -1), torch.softmax(z.double().masked_fill(hidden, -torch.inf), -1)]
-    z = z[0] + hidden * (2.0 ** torch.arange(-2, 15))[:, None]
+    z = z[0] + hidden * (2.0 ** torch.linspace(-2, 14, 24))[:, None]
     after = torch.softmax(z, -1) * ~hidden
     found += [torch.softmax(x, -1) for x in (z + hidden * -1e4, z.masked_fill(hidden, -1e4), z * ~hidden)]
     return [*found, torch.softmax(z.masked_fill(hidden, -torch.inf), -1), after, after / after.sum(-1, keepdim=True)]

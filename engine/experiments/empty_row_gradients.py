@@ -79,7 +79,7 @@ METRICS = (
     Metric("unmasked_outputs"),
 )
 PLOTS = (
-    Plot("nan_rows", table="nan_rows", x="guard", y="nan_row_count", by="tensor", facet="mask_written", mark="bar"),
+    Plot("nan_rows", table="nan_rows", x="tensor", y="nan_row_count", by="mask_written", facet="guard", mark="bar"),
 )
 BUDGET_S = 0.05
 

@@ -9,9 +9,9 @@ r"""Six ways to hide keys from a query, in three number formats: what is left on
 
 Logits are drawn and rounded to the format; every later step is stored in it, as in eager code. The reference is the
 softmax over the visible keys alone, in float64, of the rounded logits. Hidden are the last ``hidden_len`` keys of each
-row. From one more query all keys are hidden: the empty row, which is measured by itself. A second
-additive mask hides the last ``hidden_twice`` keys again, where they are hidden: what becomes of a causal mask and a
-padding mask that are added. It concerns ``added`` only.
+row. From one more query all keys are hidden: the empty row, which is measured by itself. A second additive mask hides
+the last ``hidden_twice`` keys again, where they are hidden: what becomes of a causal mask and a padding mask that are
+added. It concerns ``added`` only.
 
 Sources: vaswani2017, section 3.2.3; bert-code, ``attention_layer``.
 """
@@ -80,7 +80,8 @@ PLOTS = (
 BUDGET_S = 0.05
 
 MAX_LOGITS = 2**18  # 0.1 s where six ways are compared
-LEADS = 2.0 ** np.arange(-2, 15)  # of the hidden logits, in the curve
+# of the hidden logits, in the curve; within some units of the constant -1e4 the weight goes from 0 to 1
+LEADS = np.union1d(2.0 ** np.arange(-2, 15), [9980.0, 9990.0, 9995.0, 10000.0, 10005.0, 10010.0, 10020.0])
 
 
 def memory_bytes(params: Params) -> int:

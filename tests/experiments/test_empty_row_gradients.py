@@ -76,6 +76,11 @@ def test_nothing_happens_where_no_row_is_empty(guard):
     assert {value for name, value in metrics.items() if name != "grad_error_max"} == {0}
 
 
+@pytest.mark.parametrize("guard", GUARDS[-3:])
+def test_the_other_queries_of_the_fused_function_have_the_right_gradient(guard):
+    assert run(get(NAME), guard=guard, seq_len=16, left_padding=3).metrics["grad_error_max"] < 1e-5  # float32
+
+
 def test_the_tables_and_the_metrics_count_the_same():
     table = run(get(NAME), guard="where_weights", mask_written="additive_mask").tables["nan_rows"]
     columns = ("mask_written", "guard", "tensor", "nan_row_count")

@@ -136,6 +136,7 @@ def test_the_curve_finds_where_each_way_gives_in():
         for x, a, w in zip(*(table[c] for c in ("hidden_lead", "applied", "hidden_weight")), strict=True)
     }
     assert rows["added", 8192.0] == 0
+    assert 0 < rows["added", 10000.0] < 1
     assert rows["added", 16384.0] > 0.999
     assert {w for (a, _), w in rows.items() if a in ("minus_inf", "filled", "after_softmax")} == {0}
     assert len({w for (a, _), w in rows.items() if a == "times_zero"}) == 1  # it does not see the hidden logits

@@ -361,16 +361,26 @@ def mask_alignment(p: Any, run: Run) -> Any:
 
 
 def mask_styles(p: Any, run: Run) -> Any:
-    """A constant added before the softmax, and six ways over twenty-four leads of the hidden logits."""
+    """A constant added before the softmax, measured against -inf; six ways over the leads and for the empty row."""
     import torch
 
-    z = run.randn(p.q_len + 1, p.kv_len)
+    drawn = run.randn(p.q_len + 1, p.kv_len)
     hidden = torch.arange(p.kv_len) >= p.kv_len - p.hidden_len
-    found = [torch.softmax(z + hidden * -1e4, -1), torch.softmax(z.double().masked_fill(hidden, -torch.inf), -1)]
-    z = z[0] + hidden * (2.0 ** torch.linspace(-2, 14, 24))[:, None]
-    after = torch.softmax(z, -1) * ~hidden
-    found += [torch.softmax(x, -1) for x in (z + hidden * -1e4, z.masked_fill(hidden, -1e4), z * ~hidden)]
-    return [*found, torch.softmax(z.masked_fill(hidden, -torch.inf), -1), after, after / after.sum(-1, keepdim=True)]
+
+    def ways(z: Any, hidden: Any) -> Any:
+        after = torch.softmax(z, -1) * ~hidden
+        logits = (z + hidden * -1e4, z.masked_fill(hidden, -1e4), z.masked_fill(hidden, -torch.inf), z * ~hidden)
+        return [*(torch.softmax(x, -1) for x in logits), after, after / after.sum(-1, keepdim=True)]
+
+    weights = torch.softmax(drawn + hidden * -1e4, -1).double()
+    wanted = torch.softmax(drawn.double().masked_fill(hidden, -torch.inf), -1)
+    found = [(weights - wanted).abs().sum(-1).max(), (weights * hidden).sum(-1).max(), weights.isnan().any(-1).sum()]
+    found += [weights.sum(-1).min(), weights.sum(-1).max()]
+    for other in (torch.full_like(weights[-1], 1 / p.kv_len), torch.softmax(drawn[-1].double(), -1)):
+        found.append((weights[-1] - other).abs().sum())
+    leads = ways(drawn[0] + hidden * (2.0 ** torch.linspace(-2, 14, 24))[:, None], hidden)
+    found += [(w.double() * hidden).sum(-1).numpy() for w in leads]
+    return found + [w.numpy() for w in ways(drawn[-1:], torch.ones_like(hidden))]
 
 
 def empty_row_gradients(p: Any, run: Run) -> Any:

@@ -92,13 +92,14 @@ def memory_bytes(params: Params) -> int:
 def run(params: Params, run: Run) -> Result:
     """The weights under the chosen way against the reference; every way in the curves.
 
-    ``hidden_weight_max``: the largest weight of a row on all its hidden keys together. ``row_sum_*``: of the rows that
-    have one, 0 where none has. ``undefined_rows``: rows with NaN. ``mask_error_max``: half the sum of the absolute
-    differences from the reference, largest over the rows; a row with NaN counts as wholly wrong (1). The empty row is
-    left out of these. ``empty_row_undefined``: 1 where it is NaN; ``empty_row_from_*``: half the sum of the absolute
-    differences of its weights from equal ones, and from the softmax without any mask; 1 where it is NaN.
-    ``infinite_mask_share``: hidden entries of the additive mask that are -inf in the format.
-    ``fill_refused``: 1 where torch refuses to fill a tensor of the format with the constant, as a Python number.
+    ``hidden_weight_max``: the largest weight of a row on all its hidden keys together; a row with NaN counts 0.
+    ``row_sum_*``: of the rows that have one, 0 where none has. ``undefined_rows``: rows with NaN.
+    ``mask_error_max``: half the sum of the absolute differences from the reference, largest over the rows; a row
+    with NaN counts as wholly wrong (1). The empty row is left out of these. ``empty_row_undefined``: 1 where it is
+    NaN; ``empty_row_from_*``: half the sum of the absolute differences of its weights from equal ones, and from the
+    softmax without any mask; 1 where it is NaN. ``infinite_mask_share``: hidden entries of the additive mask that
+    are -inf in the format. ``fill_refused``: 1 where torch refuses to fill a tensor of the format with the
+    constant, as a Python number.
 
     Shapes: logits (q_len + 1, kv_len); the last row is the empty one.
     """

@@ -90,6 +90,27 @@ def test_the_tables_and_the_metrics_count_the_same():
     assert {n for (_, guard, _), n in rows.items() if guard in ("open", "finite")} == {0}
 
 
+def test_what_the_card_says_of_pytorch_and_no_run_measures():
+    import torch
+
+    keep = torch.ones(8, 8, dtype=torch.bool).tril()
+    keep[:, :2] = False
+    x = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(0))
+    attend = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    nan_rows = [attend(x, x, x, attn_mask=~keep, need_weights=w)[0].isnan().any(-1).sum() for w in (True, False)]
+    assert nan_rows == [2, 0]
+
+    k = x.clone()
+    k[:, 0] = torch.nan  # a key that every query hides
+    keep = keep | torch.eye(8, dtype=torch.bool)
+    keep[0] = keep[1]
+    assert torch.nn.functional.scaled_dot_product_attention(x, k, x, attn_mask=keep).isnan().any(-1).all()
+
+    with pytest.raises(RuntimeError, match="value cannot be converted to type c10::Half without overflow"):
+        torch.zeros(8, 8, dtype=torch.float16).masked_fill(~keep, -1e9)
+    assert torch.tensor(torch.finfo(torch.float32).min).to(torch.bfloat16).isneginf()
+
+
 def test_refuses_a_sequence_of_padding():
     with pytest.raises(ParamsError, match="some_token_is_real"):
         get(NAME).Params(seq_len=4, left_padding=4)

@@ -585,4 +585,45 @@ def head_costs(p: Any, run: Run) -> Any:
             q, k, v = ((x @ W).unflatten(-1, (n_heads, -1)).transpose(0, 1) for _ in range(3))
             found.append((q @ k.mT @ v).transpose(0, 1).flatten(1) @ W)
         found.append(counted)
+
+
+def mask_styles(p: Any, run: Run) -> Any:
+    """A constant added before the softmax, measured against -inf; six ways over the leads and for the empty row."""
+    import torch
+
+    drawn = run.randn(p.q_len + 1, p.kv_len)
+    hidden = torch.arange(p.kv_len) >= p.kv_len - p.hidden_len
+
+    def ways(z: Any, hidden: Any) -> Any:
+        after = torch.softmax(z, -1) * ~hidden
+        logits = (z + hidden * -1e4, z.masked_fill(hidden, -1e4), z.masked_fill(hidden, -torch.inf), z * ~hidden)
+        return [*(torch.softmax(x, -1) for x in logits), after, after / after.sum(-1, keepdim=True)]
+
+    weights = torch.softmax(drawn + hidden * -1e4, -1).double()
+    wanted = torch.softmax(drawn.double().masked_fill(hidden, -torch.inf), -1)
+    found = [(weights - wanted).abs().sum(-1).max(), (weights * hidden).sum(-1).max(), weights.isnan().any(-1).sum()]
+    found += [weights.sum(-1).min(), weights.sum(-1).max()]
+    for other in (torch.full_like(weights[-1], 1 / p.kv_len), torch.softmax(drawn[-1].double(), -1)):
+        found.append((weights[-1] - other).abs().sum())
+    leads = ways(drawn[0] + hidden * (2.0 ** torch.linspace(-2, 14, 24))[:, None], hidden)
+    found += [(w.double() * hidden).sum(-1).numpy() for w in leads]
+    return found + [w.numpy() for w in ways(drawn[-1:], torch.ones_like(hidden))]
+
+
+def empty_row_gradients(p: Any, run: Run) -> Any:
+    """Attention of the other queries, forward and back: once by itself, and under eight guards with two masks."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    q, k, v, g = (run.randn(p.seq_len, p.d_k).requires_grad_() for _ in range(4))
+    keep = torch.ones(p.seq_len, p.seq_len, dtype=torch.bool).tril()
+    keep[:, : p.left_padding] = False
+    found = []
+    for guard in range(18):
+        if guard % 3 == 0:
+            out = sdpa(q[None, None], k[None, None], v[None, None], attn_mask=keep)[0, 0]
+        else:
+            logits = (q @ k.mT * p.d_k**-0.5).masked_fill(~keep, -torch.inf)
+            out = torch.softmax(logits, -1) @ v
+        found += torch.autograd.grad((out[p.left_padding :] * g[p.left_padding :]).sum(), (q, k, v))
     return found

@@ -86,6 +86,11 @@ quiz:
 {_text("prompt", "what will the run show?", "运行结果会是什么？", 4)}\
     claim: {TO_LINK}
     ask: value
+  - id: {TO_LINK}
+    kind: count
+{_count()}\
+    vary: {{batch: [1, 2, 4, 8], n_heads: [2, 4, 8, 16], seq_len: [16, 32, 64, 128]}}
+    answer: 'batch * n_heads * seq_len'
 
 changes: []
 """
@@ -94,6 +99,11 @@ changes: []
 def _text(name: str, en: str, zh: str, depth: int = 0) -> str:
     pad = " " * depth
     return f"{pad}{name}:\n{pad}  en: |\n{pad}    {TO_WRITE} {en}\n{pad}  zh: |\n{pad}    {TO_WRITE} {zh}\n"
+
+
+def _count() -> str:
+    holes = "{{batch}}, {{n_heads}}, {{seq_len}}"
+    return _text("prompt", f"what do {holes} decide?", f"{holes.replace(', ', '、')} 决定了多少？", 4)
 
 
 def _item(fields: list[tuple[str, str]], *prose: tuple[str, str, str]) -> str:

@@ -2,14 +2,14 @@ r"""Causal multi-head attention written by hand, eight slips in it, and which ch
 
 The reference is ``torch.nn.MultiheadAttention`` with the same matrices and biases. The slips:
 
-``scaled_by_model``     logits divided by the root of the model's width, not of the head's
-``split_by_view``       (batch, seq_len, d_model) viewed as (batch, n_heads, seq_len, d_k), without a transpose
-``merged_by_view``      (batch, n_heads, seq_len, d_k) reshaped to (batch, seq_len, d_model), without a transpose
-``softmax_over_queries``  the softmax runs along the other axis of the logits
-``masked_after_softmax``  future weights are multiplied by 0, the softmax has seen their logits
-``no_mask``             no causal mask at all
-``top_left_mask``       the triangle begins at the first key, also where a cache holds keys of earlier tokens
-``no_biases``           the four biases that PyTorch's layer has by default are left out
+``scale``     logits divided by the root of the model's width, not of the head's
+``by_view``   (batch, seq_len, d_model) viewed as (batch, n_heads, seq_len, d_k), without a transpose
+``merge``     (batch, n_heads, seq_len, d_k) reshaped to (batch, seq_len, d_model), without a transpose
+``axis``      the softmax runs along the other axis of the logits
+``late_mask`` future weights are multiplied by 0, the softmax has seen their logits
+``no_mask``   no causal mask at all
+``corner``    the triangle begins at the first key, also where a cache holds keys of earlier tokens
+``no_bias``   the four biases that PyTorch's layer has by default are left out
 
 All of them return the right shape. Each test gives a number that a correct layer has at 0, up to rounding for the
 comparisons and exactly for the others:
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
     import torch
 
 BUGS = (
-    "scaled_by_model",
-    "split_by_view",
-    "merged_by_view",
-    "softmax_over_queries",
-    "masked_after_softmax",
+    "scale",
+    "by_view",
+    "merge",
+    "axis",
+    "late_mask",
     "no_mask",
-    "top_left_mask",
-    "no_biases",
+    "corner",
+    "no_bias",
 )
 
 
 @dataclass(frozen=True)
 class Params(BaseParams):
-    bug: str = choice("split_by_view", "correct", *(bug for bug in BUGS if bug != "split_by_view"))
+    bug: str = choice("by_view", "correct", *(bug for bug in BUGS if bug != "by_view"))
     n_heads: int = number(4, low=1, high=16, log2=True)
     seq_len: int = number(7, low=2, high=32)
     d_model: int = number(32, low=1, high=128, log2=True)
@@ -192,7 +192,7 @@ class _Layer:
 
     def __init__(self, bug: str, weights: _Weights, n_heads: int) -> None:
         self.bug, self.weights, self.n_heads = bug, weights, n_heads
-        self.biases = (None,) * 4 if bug == "no_biases" else weights[4:]
+        self.biases = (None,) * 4 if bug == "no_bias" else weights[4:]
 
     def parameters(self) -> list[torch.Tensor]:
         return [*self.weights[:4], *(b for b in self.biases if b is not None)]
@@ -208,7 +208,7 @@ class _Layer:
             if cache:
                 k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)
             cache[:] = k, v
-        width = d_model if self.bug == "scaled_by_model" else q.shape[-1]
+        width = d_model if self.bug == "scale" else q.shape[-1]
         logits = qk_product(q, k) / math.sqrt(width)
         weights = self._masked_softmax(logits)
         joined = self._merge(context(weights, v))
@@ -218,14 +218,14 @@ class _Layer:
         """(batch, seq_len, d_model) to (batch, n_heads, seq_len, d_k)."""
         batch, seq_len, d_model = x.shape
         d_k = d_model // self.n_heads
-        if self.bug == "split_by_view":
+        if self.bug == "by_view":
             return x.view(batch, self.n_heads, seq_len, d_k)
         return x.view(batch, seq_len, self.n_heads, d_k).transpose(1, 2)
 
     def _merge(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, n_heads, seq_len, d_k) to (batch, seq_len, d_model)."""
         batch, n_heads, seq_len, d_k = x.shape
-        if self.bug != "merged_by_view":
+        if self.bug != "merge":
             x = x.transpose(1, 2)
         return x.reshape(batch, seq_len, n_heads * d_k)
 
@@ -233,13 +233,13 @@ class _Layer:
         import torch
 
         q_len, kv_len = logits.shape[-2:]
-        last = 0 if self.bug == "top_left_mask" else kv_len - q_len  # the key of the first query's own token
+        last = 0 if self.bug == "corner" else kv_len - q_len  # the key of the first query's own token
         keep = torch.ones(q_len, kv_len, dtype=torch.bool).tril(last)
-        if self.bug == "masked_after_softmax":
+        if self.bug == "late_mask":
             return softmax(logits) * keep
         if self.bug != "no_mask":
             logits = mask_logits(logits, keep)
-        if self.bug == "softmax_over_queries":
+        if self.bug == "axis":
             return softmax(logits.mT).mT
         return softmax(logits)
 

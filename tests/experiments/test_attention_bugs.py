@@ -19,19 +19,19 @@ SETTINGS = [
 # the slips that each test finds, at the default sizes with biases of zero
 FOUND = {
     "output_shape": set(),
-    "parameters_missing": {"no_biases"},
-    "relative_error": set(BUGS) - {"top_left_mask", "no_biases"},
-    "relative_error_one_head": {"softmax_over_queries", "masked_after_softmax", "no_mask"},
+    "parameters_missing": {"no_bias"},
+    "relative_error": set(BUGS) - {"corner", "no_bias"},
+    "relative_error_one_head": {"axis", "late_mask", "no_mask"},
     "relative_error_one_token": set(),
     "relative_error_equal_tokens": {
-        "split_by_view",
-        "merged_by_view",
-        "softmax_over_queries",
-        "masked_after_softmax",
+        "by_view",
+        "merge",
+        "axis",
+        "late_mask",
     },
-    "future_gradient_max": set(BUGS) - {"scaled_by_model", "top_left_mask", "no_biases"},
-    "last_token_change": set(BUGS) - {"scaled_by_model", "top_left_mask", "no_biases"},
-    "chunks_error": set(BUGS) - {"scaled_by_model", "no_biases"},
+    "future_gradient_max": set(BUGS) - {"scale", "corner", "no_bias"},
+    "last_token_change": set(BUGS) - {"scale", "corner", "no_bias"},
+    "chunks_error": set(BUGS) - {"scale", "no_bias"},
 }
 
 
@@ -39,13 +39,13 @@ def by_hand(bug: str, x: np.ndarray, W: list[np.ndarray], b: list[np.ndarray], n
     """One sequence, one number of a tensor at a time. Shapes: x (seq_len, d_model)."""
     n, d_model = x.shape
     d_k = d_model // n_heads
-    b = [0 * each for each in b] if bug == "no_biases" else b
+    b = [0 * each for each in b] if bug == "no_bias" else b
 
     def split(rows: np.ndarray) -> np.ndarray:
         heads = np.zeros((n_heads, n, d_k))
         for h in range(n_heads):
             for t in range(n):
-                if bug == "split_by_view":  # the flat order of (seq_len, d_model) read as (n_heads, seq_len, d_k)
+                if bug == "by_view":  # the flat order of (seq_len, d_model) read as (n_heads, seq_len, d_k)
                     heads[h, t] = rows.ravel()[(h * n + t) * d_k : (h * n + t + 1) * d_k]
                 else:
                     heads[h, t] = rows[t, h * d_k : (h + 1) * d_k]
@@ -59,16 +59,14 @@ def by_hand(bug: str, x: np.ndarray, W: list[np.ndarray], b: list[np.ndarray], n
     kv_len = k.shape[1]
     heads = np.zeros((n_heads, n, d_k))
     for h in range(n_heads):
-        z = q[h] @ k[h].T / math.sqrt(d_model if bug == "scaled_by_model" else d_k)
-        seen = np.array(
-            [[j <= i + (0 if bug == "top_left_mask" else kv_len - n) for j in range(kv_len)] for i in range(n)]
-        )
-        e = np.exp(z) if bug in ("masked_after_softmax", "no_mask") else np.where(seen, np.exp(z), 0)
-        weights = e / e.sum(axis=0 if bug == "softmax_over_queries" else 1, keepdims=True)
-        if bug == "masked_after_softmax":
+        z = q[h] @ k[h].T / math.sqrt(d_model if bug == "scale" else d_k)
+        seen = np.array([[j <= i + (0 if bug == "corner" else kv_len - n) for j in range(kv_len)] for i in range(n)])
+        e = np.exp(z) if bug in ("late_mask", "no_mask") else np.where(seen, np.exp(z), 0)
+        weights = e / e.sum(axis=0 if bug == "axis" else 1, keepdims=True)
+        if bug == "late_mask":
             weights = np.where(seen, weights, 0)
         heads[h] = weights @ v[h]
-    joined = heads.ravel().reshape(n, d_model) if bug == "merged_by_view" else np.concatenate(list(heads), axis=1)
+    joined = heads.ravel().reshape(n, d_model) if bug == "merge" else np.concatenate(list(heads), axis=1)
     return joined @ W[3].T + b[3]
 
 
@@ -112,7 +110,7 @@ def law(experiment: Experiment) -> None:
                     down[0, s, i] -= step
                     moved.append((attend(bug, up)[0] - attend(bug, down)[0]) @ g / (2 * step))
                 slopes[:, s] = np.linalg.norm(moved, axis=0)
-            count = sum(w.size for w in W) + (0 if bug == "no_biases" else sum(each.size for each in b))
+            count = sum(w.size for w in W) + (0 if bug == "no_bias" else sum(each.size for each in b))
             want = {
                 "relative_error": distance(out, attend("correct", x)),
                 "relative_error_one_head": distance(attend(bug, x, 1), attend("correct", x, 1)),
@@ -121,7 +119,7 @@ def law(experiment: Experiment) -> None:
                 "last_token_change": np.abs(changed - out)[:, :-1].max() / math.sqrt((out**2).mean()),
                 "chunks_error": distance(np.stack(chunks), out),
                 "layer_parameters": count,
-                "parameters_missing": 4 * p["d_model"] if bug == "no_biases" else 0,
+                "parameters_missing": 4 * p["d_model"] if bug == "no_bias" else 0,
             }
             got = result.metrics
             # float64 on both sides, some hundred terms a sum; what is rounding on one side is rounding on the other
@@ -141,15 +139,15 @@ def law(experiment: Experiment) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('if self.bug == "scaled_by_model" else q.shape[-1]', 'if self.bug == "scaled_by_model" else 1'),
+        ('if self.bug == "scale" else q.shape[-1]', 'if self.bug == "scale" else 1'),
         ("x.view(batch, seq_len, self.n_heads, d_k)", "x.view(batch, seq_len, d_k, self.n_heads).mT"),
-        ('if self.bug != "merged_by_view":', "if False:"),
-        ('self.bug == "top_left_mask" else kv_len - q_len', 'self.bug == "top_left_mask" else 0'),
+        ('if self.bug != "merge":', "if False:"),
+        ('self.bug == "corner" else kv_len - q_len', 'self.bug == "corner" else 0'),
         ("return softmax(logits) * keep", "return softmax(logits * keep)"),
         ("return softmax(logits.mT).mT", "return softmax(logits)"),
         ('if self.bug != "no_mask":', "if True:"),
         ("torch.cat((cache[1], v), dim=2)", "torch.cat((v, cache[1]), dim=2)"),
-        ('(None,) * 4 if bug == "no_biases" else', '(None,) * 4 if bug == "correct" else'),
+        ('(None,) * 4 if bug == "no_bias" else', '(None,) * 4 if bug == "correct" else'),
         ("slopes.triu(1).max()", "slopes.tril(-1).max()"),  # the past for the future
         ("(changed - out)[:, :-1]", "(changed - out)"),  # the replaced token itself
         (
@@ -196,7 +194,7 @@ def test_one_pass_as_a_single_chunk_checks_nothing():
 
 
 def test_random_biases_let_every_comparison_miss_them():
-    metrics = run(get(NAME), bug="no_biases", biases="random").metrics
+    metrics = run(get(NAME), bug="no_bias", biases="random").metrics
     assert metrics["found_by_relative_error"] == 7
     assert metrics["relative_error_one_token"] > 0.1
 

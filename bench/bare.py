@@ -20,6 +20,31 @@ def _jacobian_norm(weights: Any) -> Any:
     return (s2 - 2 * s3 + s2**2).clamp_min(0).sqrt()
 
 
+def attention_walkthrough(p: Any, run: Run) -> Any:
+    """One call four times, with another last token, another order and other matrices; sums, ranges and differences."""
+    import torch
+
+    x, other = run.randn(p.batch, p.q_len, p.d_model), run.randn(p.batch, 1, p.d_model)
+    W_q, W_k = (run.randn(p.d_model, p.n_heads, p.d_k) / p.d_model**0.5 for _ in range(2))
+    W_v, W_o = run.randn(p.d_model, p.n_heads, p.d_v) / p.d_model**0.5, run.randn(p.n_heads, p.d_v, p.d_model)
+    R, S = run.randn(p.n_heads, p.d_k), run.randn(p.n_heads, p.d_v)
+    mirrored = [W - 2 * (W * u).sum(-1, keepdim=True) * u for W, u in ((W_q, R), (W_k, R), (W_v, S))]
+    found = []
+    for tokens, matrices in (
+        (x, (W_q, W_k, W_v)),
+        (torch.cat((x[:, :-1], other), 1), (W_q, W_k, W_v)),
+        (x.flip(1), (W_q, W_k, W_v)),
+        (x, mirrored),
+    ):
+        q, k, v = ((tokens @ W.flatten(1)).unflatten(-1, (p.n_heads, -1)).transpose(1, 2) for W in matrices)
+        weights = torch.softmax(q @ k.mT * p.d_k**-0.5, -1)
+        context = weights @ v
+        found.append(context.transpose(1, 2).flatten(2) @ W_o.flatten(0, 1))
+    reference = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    found += [weights.sum(-1), weights.sum(-2), (context - reference).abs().max(), v.amin(-2), v.amax(-2)]
+    return found
+
+
 def qk_variance(p: Any, run: Run) -> Any:
     """Draw q and k, multiply, sum: one logit a pair; its moments and histogram."""
     q, k = run.randn(p.n_pairs, p.d_k), run.randn(p.n_pairs, p.d_k)
@@ -66,6 +91,51 @@ def softmax_temperature_curve(p: Any, run: Run) -> Any:
     grids = [torch.linspace(0, 100, 25601), *(torch.linspace(0, 100, 101) for _ in range(7))]
     dtypes = [torch.float64, torch.float64, torch.float64, torch.float64, torch.float32, torch.float16, torch.bfloat16]
     return [torch.softmax((a[:, None] * shape).to(d), -1) for a, d in zip(grids, [torch.float64, *dtypes], strict=True)]
+
+
+def jacobian_spectrum(p: Any, run: Run) -> Any:
+    """Jacobians of 64 rows by autograd, their eigenvalues, those of 16 rows at eleven spreads, and norms."""
+    import torch
+
+    scores = run.randn(p.n_rows, p.kv_len).double()
+    logits = (p.logits_std * scores[:64]).requires_grad_()
+    weights = torch.softmax(logits, -1)
+    rows = [torch.autograd.grad(w.sum(), logits, retain_graph=True)[0] for w in weights.unbind(-1)]
+    found = [torch.linalg.eigvalsh(torch.stack(rows, 1)), _jacobian_norm(torch.softmax(p.logits_std * scores, -1))]
+    for n in (4, 16, 64):
+        spread = 2.0 ** torch.arange(-4, 7).double()[:, None, None]
+        found.append(_jacobian_norm(torch.softmax(spread * run.randn(16, n).double(), -1)))
+    for power in range(-4, 7):
+        weights = torch.softmax(2.0**power * scores[:16], -1)
+        found.append(torch.linalg.eigvalsh(weights.diag_embed() - weights[:, :, None] * weights[:, None, :]))
+    return found
+
+
+def softmax_loss_gradient(p: Any, run: Run) -> Any:
+    """Three losses on a row by autograd over the curve's gaps, attention on drawn values, two formats' searches."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    def logits(gaps: Any, dtype: Any) -> Any:
+        z = torch.zeros(len(gaps), p.kv_len, dtype=dtype)
+        z[:, 0] = gaps
+        return z.requires_grad_()
+
+    z = logits(torch.linspace(0, 40, 81), torch.float64)
+    weights, label = torch.softmax(z, -1), torch.ones(81, dtype=torch.long)
+    y = torch.eye(p.kv_len, dtype=torch.float64)[1]
+    losses = [cross_entropy(z, label), ((weights - y) ** 2).sum(), cross_entropy(weights, label)]
+    found = [torch.autograd.grad(loss, z, retain_graph=True)[0].norm(dim=-1) for loss in losses]
+    found.append(torch.autograd.grad((weights[:, None] * run.randn(64, p.kv_len)).sum(), z)[0])
+    v, g = run.randn(p.n_rows, p.kv_len, 8).double().requires_grad_(), run.randn(p.n_rows, 8).double()
+    row = torch.softmax(logits(torch.tensor([p.gap]), torch.float64), -1)
+    found += torch.autograd.grad(((row[..., None] * v).sum(1) * g).sum(), [v])
+    for gaps in (torch.linspace(0, 768, 6145), torch.linspace(0, 128, 257)):
+        z = logits(gaps, torch.float32)
+        label = torch.ones(len(gaps), dtype=torch.long)
+        found += torch.autograd.grad(cross_entropy(z, label), z)
+        found += torch.autograd.grad(-torch.softmax(z, -1)[:, 1].log().sum(), z)
+    return found
 
 
 def precision(p: Any, run: Run) -> Any:
@@ -130,6 +200,45 @@ def normalized_logits(p: Any, run: Run) -> Any:
         for spread in range(11):
             found.append(torch.softmax(2.0 ** (spread - 5) * q @ k.mT * p.d_k**-0.5, -1).amax(-1).mean())
     return found
+
+
+def permutation(p: Any, run: Run) -> Any:
+    """A sequence and the same tokens moved through all layers, ten times, one mask in two and one bias in five."""
+    import torch
+    from torch.nn.functional import gelu, layer_norm
+
+    d = p.d_model
+    x = run.randn(p.n_distinct, d)[torch.arange(p.seq_len) % p.n_distinct]
+    shapes = [(d, d)] * 4 + [(d, 4 * d), (4 * d, d)]
+    layers = [[run.randn(*shape) / shape[0] ** 0.5 for shape in shapes] for _ in range(max(2, p.n_layers))]
+
+    def outputs(x: Any, causal: bool = False, biased: bool = False) -> Any:
+        n = x.shape[-2]
+        later = torch.ones(n, n, dtype=torch.bool).triu(1)
+        for W_q, W_k, W_v, W_o, W_up, W_down in layers:
+            normed = layer_norm(x, (d,))
+            q, k, v = ((normed @ W).unflatten(-1, (p.n_heads, -1)).transpose(-3, -2) for W in (W_q, W_k, W_v))
+            logits = q @ k.mT * q.shape[-1] ** -0.5
+            logits = logits + torch.arange(n) if biased else logits
+            weights = torch.softmax(logits.masked_fill(later, -torch.inf) if causal else logits, -1)
+            x = x + (weights @ v).transpose(-3, -2).flatten(-2) @ W_o
+            x = x + gelu(layer_norm(x, (d,)) @ W_up) @ W_down
+        return x
+
+    order = run.rand(p.seq_len).argsort()
+    found = [outputs(torch.stack((x, x[order])), causal, code == 4) for code in range(5) for causal in (False, True)]
+    changes = [(moved - still[order]).abs().amax(-1) for still, moved in found]
+    return changes, outputs(torch.cat((x, x))[None]), outputs(torch.cat((x[:1], x))[None])
+
+
+def prefix_average(p: Any, run: Run) -> Any:
+    """Weights of causal rows with one logit a key, the averages under them, and their spread."""
+    import torch
+
+    logits, v = p.logits_std * run.randn(p.n_heads, 1, p.seq_len), run.randn(p.n_heads, p.seq_len, p.d_v)
+    later = torch.ones(p.seq_len, p.seq_len, dtype=torch.bool).triu(1)
+    weights = torch.softmax(logits.expand(-1, p.seq_len, -1).masked_fill(later, -torch.inf), -1)
+    return weights[..., 0].quantile(torch.tensor([0.1, 0.5, 0.9]), dim=0), (weights @ v).square().mean((0, 2)).sqrt()
 
 
 def fold_scale(p: Any, run: Run) -> Any:
@@ -327,3 +436,68 @@ def attention_bugs(p: Any, run: Run) -> Any:
             )
         )
     return found
+def rope_logits(p: Any, run: Run) -> Any:
+    """One q at all distances in float64, the matrix of positions, the drawn pairs twice, four curves, partial sums."""
+    import torch
+
+    q, k = run.randn(p.n_pairs, p.d_k).double(), run.randn(p.n_pairs, p.d_k).double()
+    theta = p.base ** (-torch.arange(0, p.d_k, 2, dtype=torch.float64) / p.d_k)
+
+    def turned(x: Any, at: Any) -> Any:
+        cos, sin = (at[:, None] * theta).cos(), (at[:, None] * theta).sin()
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+    at, all_distances, shown = torch.arange(p.seq_len), torch.arange(p.far_distance + 1), torch.arange(65)
+    found = [turned(q[0], at) @ turned(k[0], at).mT, turned(q[0], all_distances) @ k[0]]
+    found += [(turned(q, torch.tensor([r])) * k).sum(-1) for r in (0, p.far_distance)]
+    found += [turned(q[0], shown) @ x for x in (q[0], k[0], k[1], k[0])]
+    angles = shown[:, None] * theta
+    return found, torch.polar(torch.ones_like(angles), angles).cumsum(-1).abs().sum(-1)
+
+
+def rope_shift(p: Any, run: Run) -> Any:
+    """The head at two shifts, and ten encodings at seven; two eigendecompositions for the free rotations."""
+    import torch
+
+    d_k = p.d_k
+    x = run.randn(p.seq_len, d_k).double()
+    W = run.randn(3, d_k, d_k).double() / d_k**0.5
+    square = run.randn(2, d_k, d_k).double()
+    run.randn(2, d_k // 2)
+    theta = p.base ** (-torch.arange(0, d_k, 2, dtype=torch.float64) / d_k)
+    found = []
+    vectors = torch.linalg.eigh(1j * (square - square.mT))[1]
+    for number, shifts in enumerate([2, *[7] * 10]):
+        angles = (500.0 * torch.arange(shifts)[:, None] + torch.arange(p.seq_len))[..., None] * theta
+        q, k, v = (x.expand(shifts, -1, -1) @ w for w in W)
+        if number in (1, 2):
+            q, k = ((z.to(vectors.dtype) @ vectors[0] @ vectors[0].mH).real for z in (q, k))
+        else:
+            cos, sin = angles.cos(), angles.sin()
+            halves = [z.chunk(2, -1) for z in (q, k)]
+            q, k = (torch.cat((a * cos - b * sin, a * sin + b * cos), -1) for a, b in halves)
+        logits = q @ k.mT * d_k**-0.5
+        read = torch.softmax(logits, -1) @ v
+        found += [(logits - logits[0]).square().mean((1, 2)), (read - read[0]).square().mean((1, 2))]
+    return found
+
+
+def rope_precision(p: Any, run: Run) -> Any:
+    """q and k rotated twice at the position; 16 of them at seventeen positions in three formats; all positions cast."""
+    import torch
+
+    q, k = run.randn(p.n_pairs, p.d_k).double(), run.randn(p.n_pairs, p.d_k).double()
+    theta = p.base ** (-torch.arange(0, p.d_k, 2, dtype=torch.float64) / p.d_k)
+    found = []
+    for n, at, dtype in [(p.n_pairs, p.position, torch.bfloat16)] + [
+        (16, 2 * i + 9, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32) for i in range(17)
+    ]:
+        for low in (True, False):
+            angles = (torch.tensor(at).to(dtype) * theta.to(dtype)).double() if low else at * theta
+            cos, sin = angles.cos(), angles.sin()
+            turned = [
+                torch.cat((a * cos - b * sin, a * sin + b * cos), -1) for a, b in (z[:n].chunk(2, -1) for z in (q, k))
+            ]
+            found.append((turned[0] * turned[1]).sum(-1).square().mean())
+    return found, torch.arange(p.position + 1).to(torch.bfloat16).diff().count_nonzero()

@@ -42,7 +42,7 @@ class Deck:
     files beside by their name without ending."""
 
     folder: Path
-    cards: Mapping[str, Card]
+    cards: Mapping[str, Card]  # in the order of topics.yaml, in which they can be studied
     broken: tuple[BrokenFile, ...]
     topics: Mapping[str, Topic]
     tracks: Mapping[str, Track]
@@ -124,7 +124,9 @@ def load_deck(folder: str | os.PathLike[str] = HOME) -> Deck:
                 path,
                 document,
             )
-    return Deck(folder, cards, tuple(broken), **beside, loose=loose, paths=paths, documents=documents)
+    planned = [card_id for topic in beside["topics"].values() for card_id in topic.cards]
+    in_order = {card_id: cards[card_id] for card_id in [*planned, *cards] if card_id in cards}
+    return Deck(folder, in_order, tuple(broken), **beside, loose=loose, paths=paths, documents=documents)
 
 
 def parse(text: str | bytes, file: str, kind: Any = Card) -> tuple[Any, Document]:

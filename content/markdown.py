@@ -204,6 +204,8 @@ _HALF = {",": "，", ";": "；", ":": "：", "?": "？", "!": "！", ".": "。",
 
 
 def _chinese(plain: str) -> Iterator[Fault]:
+    for m in re.finditer(rf"(?<![\\*])\*(?![*\s])[^*\n]*[{HAN}][^*\n]*\*(?!\*)", plain):
+        yield Fault(m.start(), f"{m[0]} slants Chinese characters, which is hard to read; write **bold**")
     for m in re.finditer(
         rf"(?<=[{HAN}])[,;:?!](?![/\d])|[,;:?!] "
         rf"?(?=[{HAN}])|(?<=[{HAN}])\.(?!\w)|(?<=[{HAN}])[()\"']|[()\"'](?=[{HAN}])",

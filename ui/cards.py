@@ -41,7 +41,7 @@ def _list() -> None:
         or ""
     )
     with st.container(horizontal=True):
-        topics = sorted({c.topic for c in held.cards.values()})
+        topics = list(dict.fromkeys(c.topic for c in held.cards.values()))
         topic = st.pills(t("topic"), topics, key="card_topic", format_func=lambda v: say(held.topics[v].title))
         level = st.pills(t("level"), LEVELS, key="card_level", format_func=lambda v: t(f"level_{v}"))
         # t("level_core") t("level_deep") t("level_trap")
@@ -128,7 +128,7 @@ def _badges(card: Card) -> None:
         if card.asked:
             asked = t("asked", banks=card.asked.banks, of=card.asked.of)
             st.badge(asked, icon=":material/local_fire_department:", color="orange")
-        counts = ledger.counts([(card, claim) for claim in card.claims])
+        counts = ledger.counts([(card.id, claim) for claim in card.claims])
         colour = "orange" if counts["fails"] else "green" if counts["holds"] == len(card.claims) else "gray"
         st.badge(ledger.standing(counts), icon=":material/verified:", color=colour)
 
@@ -185,11 +185,11 @@ def _derivation(card: Card) -> None:
 
 def _outcome(card: Card, claim: Claim) -> None:
     """Value and verdict of a claim in one line, with a link to its receipt."""
-    result = prose.measured(card).get(claim.id)
+    result = prose.measured(card.id).get(claim.id)
     if result is None:
         st.caption(t("not_measured"))
         return
-    colour = prose.ground(card, claim.id, result)
+    colour = prose.ground(card.id, claim.id, result)
     sign = ":material/check:" if result.holds else ":material/close:"
     number = f":{colour}-background[[{text.number(result.value)}](#{prose.anchor(claim.id)})]"
     where = t("here") if claim.id in state.reader().verdicts else t("reference_run")
@@ -355,4 +355,4 @@ def _receipts(card: Card) -> None:
     st.subheader(t("receipts"), anchor="receipts")
     st.caption(t("receipts_help", machine=deck.card_receipts(card.id).machine))
     _verify_all(card, "receipts")
-    ledger.receipts([(card, claim) for claim in card.claims], key=f"receipts-{card.id}")
+    ledger.receipts([(card.id, claim) for claim in card.claims], key=f"receipts-{card.id}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from typing import Any
+from unicodedata import east_asian_width
 
 import numpy as np
 import pandas as pd
@@ -37,6 +38,7 @@ class _Words:
     facets: tuple[str, ...]
     x_is_text: bool
     single: bool  # one place on the x axis only
+    signed: bool  # of a heat map: values on both sides of 0
     colour: str
 
 
@@ -82,6 +84,7 @@ def _prepare(plot: Plot, table: Table) -> tuple[pd.DataFrame, _Words]:
         facets=_in_order(frame[plot.facet]) if plot.facet else (),
         x_is_text=frame[plot.x].dtype.kind not in "iuf",
         single=frame[plot.x].nunique() == 1,
+        signed=bool(plot.value) and bool((frame[plot.value] < 0).any() and (frame[plot.value] > 0).any()),
         colour=TEXT_COLOUR[st.context.theme.type or "light"],
     )
     if plot.by and frame[plot.by].dtype.kind in "iuf":  # a legend of numbers is read as names, not as a ramp
@@ -181,12 +184,15 @@ def _heat(base: Any, plot: Plot, words: _Words) -> Any:
     import altair as alt
 
     last = "slice(datum.label, -1)"
-    axis = {"labelExpr": last, "labelAngle": 0, "labelOverlap": True, "ticks": False} if words.x_is_text else {}
+    axis = {"labelAngle": 0, "labelOverlap": True, "ticks": False, "grid": False}
+    if words.x_is_text:
+        axis["labelExpr"] = last
     x = alt.X(plot.x, type="ordinal", sort=None, title=words.x, axis=alt.Axis(**axis))
     y = alt.Y(plot.y, type="ordinal", sort=None, title=words.y, axis=alt.Axis(**axis))
-    colour = alt.Color(
-        plot.value, type="quantitative", title=words.value, legend=alt.Legend(orient="top", gradientLength=200)
-    )
+    # values on both sides of 0: two hues that meet there, which blind to red and green tell apart too
+    scale = alt.Scale(scheme="blueorange", domainMid=0) if words.signed else alt.Undefined
+    legend = alt.Legend(orient="top", gradientLength=200)
+    colour = alt.Color(plot.value, type="quantitative", title=words.value, scale=scale, legend=legend)
     named = ((plot.y, words.y, ""), (plot.x, words.x, ""), (plot.value, words.value, ".3~g"))
     tooltip = [
         alt.Tooltip(c, type="quantitative" if f else "nominal", title=w, **({"format": f} if f else {}))
@@ -197,7 +203,7 @@ def _heat(base: Any, plot: Plot, words: _Words) -> Any:
 
 def _legend_columns(series: tuple[str, ...]) -> int:
     """As many as fit beside each other in the narrow panel of a card."""
-    longest = max(map(len, series), default=0)
+    longest = max((sum(2 if east_asian_width(c) in "WF" else 1 for c in name) for name in series), default=0)
     return 3 if longest <= 9 else 2 if longest <= 18 else 1
 
 

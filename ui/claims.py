@@ -7,7 +7,7 @@ import json
 
 import streamlit as st
 
-from content.schema import Card, Claim
+from content.schema import Claim
 from ui import deck, ledger, prose, state, verifying, widgets
 from ui.text import say, t
 
@@ -16,8 +16,7 @@ PER_PAGE = 100
 
 def draw() -> None:
     """Filters, *Verify all*, the receipts, and a report to take away."""
-    cards = deck.deck().cards
-    everything = [(card, claim) for card in cards.values() for claim in card.claims]
+    everything = [(card, claim) for card, claims in deck.deck().claims.items() for claim in claims]
     st.header(t("page_claims"), anchor=False)
     st.caption(t("claims_help"))
     if not everything:
@@ -33,7 +32,7 @@ def draw() -> None:
             icon=":material/play_arrow:",
             disabled=verifying.busy() or not found,
             on_click=verifying.start,
-            args=([(card.id, claim) for card, claim in found],),
+            args=(found,),
         )
         st.download_button(
             t("report"),
@@ -50,8 +49,8 @@ def draw() -> None:
     ledger.receipts(found[(page - 1) * PER_PAGE : page * PER_PAGE], key="ledger")
 
 
-def _filtered(everything: list[tuple[Card, Claim]]) -> list[tuple[Card, Claim]]:
-    cards = {card.id: card for card, _ in everything}
+def _filtered(everything: list[tuple[str, Claim]]) -> list[tuple[str, Claim]]:
+    cards = {card: deck.deck().cards[card] for card, _ in everything if card in deck.deck().cards}
     query = (
         st.text_input(
             t("search"), key="claims_search", placeholder=t("claims_search_hint"), icon=":material/search:", live=True
@@ -79,13 +78,13 @@ def _filtered(everything: list[tuple[Card, Claim]]) -> list[tuple[Card, Claim]]:
             )
     words = query.lower().split()
 
-    def matches(card: Card, claim: Claim) -> bool:
+    def matches(card: str, claim: Claim) -> bool:
         prose_of = f"{claim.id} {claim.statement.en} {claim.statement.zh}".lower()
         return (
             all(w in prose_of for w in words)
             and (verdict is None or ledger.verdict(card, claim) == verdict)
             and (experiment is None or claim.experiment == experiment)
-            and (card_id is None or card.id == card_id)
+            and (card_id is None or card == card_id)
         )
 
     return [pair for pair in everything if matches(*pair)]
@@ -95,14 +94,14 @@ def _title(experiment: str) -> str:
     return say(deck.deck().strings.experiments[experiment].title)
 
 
-def _report(everything: list[tuple[Card, Claim]]) -> str:
+def _report(everything: list[tuple[str, Claim]]) -> str:
     """What stands for each claim now, with where it was measured."""
     own = state.reader().verdicts
     rows = []
     for card, claim in everything:
         result = prose.measured(card).get(claim.id)
         row: dict[str, object] = {
-            "card": card.id,
+            "card": card,
             "claim": claim.id,
             "verdict": ledger.verdict(card, claim),
             "here": claim.id in own,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from claims import receipts
 from claims.receipts import CardReceipts, LabReceipt
 from content.checks import TO_LINK, TO_NAME
 from content.loader import HOME as CONTENT
-from content.loader import BrokenFile, Deck, Problem, load_deck
+from content.loader import BrokenFile, Deck, Document, Problem, load_deck
 from content.prose import TO_WRITE
-from content.schema import Card, Claim
+from content.schema import Card, Claim, Lab
 from engine import registry
 from engine.base import ParamsError
 
@@ -28,11 +28,14 @@ def deck() -> Deck:
 
 
 def _usable(read: Deck) -> Deck:
-    """The deck without the cards that a page could not draw: those join the broken files, each with its lines."""
+    """The deck without the files that a page could not draw: those join the broken ones, each with its lines."""
     refused = {card.id: tuple(_refusals(card, read)) for card in read.cards.values()}
+    for name, claims in read.loose.items():
+        refused[f"claims/{name}"] = tuple(_not_runnable(read.documents[f"claims/{name}"], "claims", claims))
     broken = tuple(BrokenFile(read.paths[name], problems) for name, problems in refused.items() if problems)
     cards = {name: card for name, card in read.cards.items() if not refused[name]}
-    return dataclasses.replace(read, cards=cards, broken=(*read.broken, *broken))
+    loose = {name: claims for name, claims in read.loose.items() if not refused[f"claims/{name}"]}
+    return dataclasses.replace(read, cards=cards, loose=loose, broken=(*read.broken, *broken))
 
 
 def _refusals(card: Card, read: Deck) -> Iterator[Problem]:
@@ -42,15 +45,19 @@ def _refusals(card: Card, read: Deck) -> Iterator[Problem]:
         yield document.problem((), "a part is still to be written; tools/check_content.py lists each by its line")
     if card.topic not in read.topics:
         yield document.problem(("topic",), f"got {card.topic!r}; content/topics.yaml has {', '.join(read.topics)}")
-    for part, runs in (("labs", card.labs), ("claims", card.claims)):
-        for i, run in enumerate(runs):
-            try:
-                experiment = registry.get(run.experiment)
-                experiment.Params.from_mapping(run.params)
-                if isinstance(run, Claim):
-                    experiment.metric(run.metric)
-            except (registry.UnknownExperiment, ParamsError, KeyError) as error:
-                yield document.problem((part, i), str(error.args[0]))
+    yield from _not_runnable(document, "labs", card.labs)
+    yield from _not_runnable(document, "claims", card.claims)
+
+
+def _not_runnable(document: Document, part: str, runs: Sequence[Lab | Claim]) -> Iterator[Problem]:
+    for i, run in enumerate(runs):
+        try:
+            experiment = registry.get(run.experiment)
+            experiment.Params.from_mapping(run.params)
+            if isinstance(run, Claim):
+                experiment.metric(run.metric)
+        except (registry.UnknownExperiment, ParamsError, KeyError) as error:
+            yield document.problem((part, i), str(error.args[0]))
 
 
 _seen: list[tuple[str, int, int]] = []  # the files that the deck was read from: name, time of change, size
@@ -58,7 +65,7 @@ _seen: list[tuple[str, int, int]] = []  # the files that the deck was read from:
 
 def refresh() -> None:
     """Forget what was read when a file of content or receipts has changed: edits show at the next page."""
-    files = [*CONTENT.rglob("*.yaml"), *receipts.FOLDER.glob("*.json")]
+    files = [*CONTENT.rglob("*.yaml"), *receipts.FOLDER.rglob("*.json")]
     seen = sorted(_stamp(file) for file in files if not file.name.startswith("."))  # an editor's own files begin so
     if seen != _seen:
         _seen[:] = seen
@@ -108,10 +115,10 @@ def receipts_date(card: str) -> str:
 
 @functools.cache
 def staleness(card: str) -> dict[str, str]:
-    """Claims of a card whose receipt is stale or missing, with the reason: "claim", "code" or "missing"."""
+    """Claims of a card, or of claims/<experiment>, without a fresh receipt; why: "claim", "code" or "missing"."""
     held = card_receipts(card).claims
     found = {}
-    for claim in deck().cards[card].claims:
+    for claim in deck().claims[card]:
         reason = receipts.staleness(held[claim.id], claim) if claim.id in held else "missing"
         if reason:
             found[claim.id] = reason

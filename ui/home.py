@@ -49,6 +49,6 @@ def _map(cards: list[Card]) -> None:
             st.markdown(f"**{say(topics[topic].title)}**")
             for card in of_topic:
                 st.markdown(say(card.question).strip())
-                counts = ledger.counts([(card, claim) for claim in card.claims])
+                counts = ledger.counts([(card.id, claim) for claim in card.claims])
                 st.caption(f"{ledger.standing(counts)} · {t('minutes', n=card.minutes)}")
                 frame.link("cards", t("open_card"), icon=":material/arrow_forward:", card=card.id)

@@ -1,4 +1,7 @@
-"""Receipts: claims with what was measured, where and when; on a card and in the ledger."""
+"""Receipts: claims with what was measured, where and when; on a card and in the ledger.
+
+A claim comes with whose it is: the id of its card, or ``claims/<experiment>`` while it has none.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from streamlit.components import v2
 from claims.bind import format_number
 from claims.receipts import Receipt
 from claims.verify import Verdict, interval
-from content.schema import Card, Claim
+from content.schema import Claim
 from ui import deck, prose, state, text, verifying
 from ui.text import t
 
@@ -34,13 +37,13 @@ _list = v2.component(
 )
 
 
-def verdict(card: Card, claim: Claim) -> str:
+def verdict(card: str, claim: Claim) -> str:
     """ "holds", "fails", "stale" or "missing": what stands for a claim now."""
     result = prose.measured(card).get(claim.id)
     return "missing" if result is None else VERDICTS[prose.ground(card, claim.id, result)]
 
 
-def counts(claims: Sequence[tuple[Card, Claim]]) -> dict[str, int]:
+def counts(claims: Sequence[tuple[str, Claim]]) -> dict[str, int]:
     """How many of the claims have each verdict."""
     found = [verdict(card, claim) for card, claim in claims]
     return {name: found.count(name) for name in SIGNS}
@@ -80,7 +83,7 @@ def measure(claim: Claim, *, plain: bool = False) -> str:
     return f"{name} · {t('ratio')}" if claim.expect.is_ratio else name
 
 
-def receipts(claims: Sequence[tuple[Card, Claim]], key: str) -> None:
+def receipts(claims: Sequence[tuple[str, Claim]], key: str) -> None:
     """The receipts of these claims, always drawn, each with a button that measures it here."""
     labels = {name: t("verdict_" + name) for name in SIGNS} | {"renew": t("renew"), "limit": t("limit")}
     answer = _list(
@@ -94,11 +97,11 @@ def receipts(claims: Sequence[tuple[Card, Claim]], key: str) -> None:
     )
     wanted = [pair for pair in claims if pair[1].id == answer.renew]
     if wanted and not verifying.busy():
-        verifying.start([(card.id, claim) for card, claim in wanted])
+        verifying.start(wanted)
         st.rerun()
 
 
-def _row(card: Card, claim: Claim) -> dict[str, object]:
+def _row(card: str, claim: Claim) -> dict[str, object]:
     result = prose.measured(card).get(claim.id)
     state_of = verdict(card, claim)
     return {
@@ -125,12 +128,12 @@ def _circumstances(claim: Claim, result: Verdict | Receipt) -> list[str]:
     return parts
 
 
-def _why_not(card: Card, claim: Claim, state_of: str) -> str:
+def _why_not(card: str, claim: Claim, state_of: str) -> str:
     if state_of == "missing":
         return t("why_missing")
     if state_of == "stale":
         # t("why_stale_claim") t("why_stale_code") t("why_stale_missing")
-        return t(f"why_stale_{deck.staleness(card.id)[claim.id]}")
+        return t(f"why_stale_{deck.staleness(card)[claim.id]}")
     if state_of == "fails":
         failed = prose.measured(card)[claim.id].failed_seeds
         return t("why_fails", seeds=", ".join(map(str, failed)))

@@ -18,20 +18,20 @@ _KEY = re.compile(r"\[@([a-z0-9-]+)\]")
 _CITATION = re.compile(r"\s?\[@[a-z0-9-]+\](?:[,、]\s?\[@[a-z0-9-]+\])*")  # several side by side share one bracket
 
 
-def measured(card: Card) -> dict[str, Verdict | Receipt]:
-    """What stands for each claim: this visit's own measurement, else the committed receipt."""
-    found: dict[str, Verdict | Receipt] = dict(deck.card_receipts(card.id).claims)
-    found.update({claim: v for claim, v in state.reader().verdicts.items() if v.card == card.id})
+def measured(card: str) -> dict[str, Verdict | Receipt]:
+    """What stands for each claim of a card, or of claims/<experiment>: measured on this visit, else the receipt."""
+    found: dict[str, Verdict | Receipt] = dict(deck.card_receipts(card).claims)
+    found.update({claim: v for claim, v in state.reader().verdicts.items() if v.card == card})
     return found
 
 
-def ground(card: Card, claim: str, result: Verdict | Receipt | None) -> str:
+def ground(card: str, claim: str, result: Verdict | Receipt | None) -> str:
     """Colour behind a number: it holds, its receipt is stale, or it does not hold here."""
     if result is None:
         return STALE
     if not result.holds:
         return FAILS
-    if claim not in state.reader().verdicts and claim in deck.staleness(card.id):
+    if claim not in state.reader().verdicts and claim in deck.staleness(card):
         return STALE
     return HOLDS
 
@@ -47,6 +47,8 @@ _TEX = (
     (re.compile(r"\\(?:mathrm|text|operatorname)\{([^{}]*)\}"), r"\1"),
     (re.compile(r"\\(ln|log|exp|max|min)\b ?"), r"\1 "),
     (re.compile(r"\\cdot ?"), "·"),
+    (re.compile(r"\^\{?\\top\}?"), "ᵀ"),
+    (re.compile(r"\^2\b"), "²"),
     (re.compile(r"\\(?:,|;|!|quad)"), " "),
     (re.compile(r"_\{([^{}]*)\}"), r"_\1"),
 )
@@ -61,13 +63,13 @@ def plain(text: str) -> str:
             tex = pattern.sub(words, tex)
         return tex
 
-    text = re.sub(r"\$([^$]+)\$", formula, text)
+    text = re.sub(r"\$([^$]+)\$", formula, text.replace("`", ""))
     return re.sub(r"\*([^*]+)\*", r"\1", _CITATION.sub("", text)).strip()
 
 
 def markdown(card: Card, text: Text, *, only_own: bool = False) -> str:
     """Prose in the reader's language. ``only_own``: numbers not yet measured on this visit are left blank."""
-    results = measured(card)
+    results = measured(card.id)
     if only_own:
         results = {claim: r for claim, r in results.items() if claim in state.reader().verdicts}
     values: Mapping[str, float] = {claim: r.value for claim, r in results.items()}
@@ -76,7 +78,7 @@ def markdown(card: Card, text: Text, *, only_own: bool = False) -> str:
         result = results.get(binding.claim)
         if result is None:
             return f":gray-background[{t('run_first') if only_own else t('not_measured')}]"
-        return f":{ground(card, binding.claim, result)}-background[[{number}](#{anchor(binding.claim)})]"
+        return f":{ground(card.id, binding.claim, result)}-background[[{number}](#{anchor(binding.claim)})]"
 
     return cited(bind(text.get(state.language()), values, state.language(), draw))
 

@@ -113,7 +113,7 @@ def _panel(experiment: Experiment, asked: RunSpec, slot: str, purpose: str, poll
         jobbar.draw(job)
     _collect(place, purpose)
     state.set_link(
-        sweep=over if state.value_of(f"{place}:result") or state.link_value("sweep", numbers) else None,
+        sweep=over if job or state.value_of(f"{place}:result") or state.link_value("sweep", numbers) else None,
         by=by or None,
         metric=metric if metric != names[0] else None,
         seeds=str(n_seeds) if n_seeds != SEEDS else None,

@@ -480,3 +480,10 @@ def test_the_example_with_lines_lost_doubled_and_mixed(data):
         else:
             lines[at] = "  " + lines[at]
     never_anything_else("\n".join(lines))
+
+
+def test_cards_stand_in_the_order_in_which_they_are_studied():
+    deck = load_deck()
+    planned = [card_id for topic in deck.topics.values() for card_id in topic.cards]
+    assert list(deck.cards) == sorted(deck.cards, key=planned.index)
+    assert next(iter(deck.cards)) == "sdpa-walkthrough"  # no other card is needed for it

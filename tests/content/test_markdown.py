@@ -10,6 +10,7 @@ from content.markdown import BLANK, faults, formulas, outside, spans
 
 FAULTS = {
     # emphasis: CommonMark prints the asterisks
+    "italics in Chinese": ("zh", "这*并没有*死", 1, "slants Chinese"),
     "bold ends on a colon": ("zh", "**注意：**下文", 4, "emphasis ends on ："),
     "bold ends on a full stop": ("zh", "这是**重点。**", 6, "emphasis ends on 。"),
     "bold ends on a quote": ("zh", "叫 **“温度”**的", 7, "emphasis ends on ”"),
@@ -70,7 +71,7 @@ FINE = {
     "zh": [
         "**注意**：下文",
         "**因为 $x$ 大**，所以",
-        "*并没有*死；*更大*。",
+        "**并没有**死；**更大**；*softmax* 不变。",
         "用 $a$、$b$ 两个（见 [@vaswani2017]）。",
         "softmax 之后，K、V 各一份：`q, k` 和 (q, k) 对。",
         "3 到 5 个 key，约 7% 的行",

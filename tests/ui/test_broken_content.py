@@ -118,3 +118,17 @@ def test_a_missing_or_misshapen_label_shows_as_it_is(content):
     assert not app.error
     assert any(c.value == "tagline" for c in app.caption)
     assert any("about {m} min" in c.value for c in app.caption)
+
+
+def test_claims_without_a_card_stand_in_the_ledger_unless_they_can_not_run(content):
+    (content / "claims/roofline.yaml").write_text(
+        (content / "claims/roofline.yaml").read_text("utf-8").replace("n_heads: 8", "n_heads: 0"), "utf-8"
+    )
+    app = opened("claims")
+    assert not app.exception
+    listed = {(card, claim.experiment) for card, claims in deck.deck().claims.items() for claim in claims}
+    assert ("claims/attention_maps", "attention_maps") in listed
+    assert "claims/roofline" not in {card for card, _ in listed}
+    assert any(file.path.name == "roofline.yaml" for file in deck.deck().broken)
+    n = sum(map(len, deck.deck().claims.values()))
+    assert any(button.label.endswith(f"{n} here") or str(n) in button.label for button in app.button)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from engine.base import Plot
@@ -17,6 +18,7 @@ WORDS = charts._Words(
     facets=(),
     x_is_text=False,
     single=False,
+    signed=False,
     colour="#000000",
 )
 
@@ -36,6 +38,15 @@ def test_a_line_through_one_place_is_drawn_as_points():
     for single in (True, False):
         mark = charts.spec(plot, dataclasses.replace(WORDS, single=single))["mark"]
         assert bool(mark["point"]) is single
+
+
+def test_a_heat_map_of_signed_values_has_two_hues_that_meet_at_zero():
+    plot = Plot("p", table="t", x="x", y="y", mark="heat", value="v")
+    table = {"x": np.arange(3), "y": np.zeros(3), "v": np.array([-2.0, 0.0, 1.0])}
+    for values, signed in ((table["v"], True), (np.abs(table["v"]), False)):
+        assert charts._prepare(plot, {**table, "v": values})[1].signed is signed
+        colour = charts.spec(plot, dataclasses.replace(WORDS, signed=signed))["encoding"]["color"]
+        assert (colour.get("scale", {}).get("domainMid") == 0) is signed
 
 
 def test_rates_have_prefixes():

@@ -181,3 +181,9 @@ class ByVisit:
 
     def __setitem__(self, key, value):
         self.sessions[self.now[0]][key] = value
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_no_statement_shows_its_formulas_raw_on_a_receipt(lang):
+    shown = [prose.plain(claim.statement.get(lang)) for claims in DECK.claims.values() for claim in claims]
+    assert [text for text in shown if re.search(r"[\\{}^$`]", text)] == []

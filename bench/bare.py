@@ -401,7 +401,7 @@ def attention_is_not_explanation(p: Any, run: Run) -> Any:
 
 
 def attention_bugs(p: Any, run: Run) -> Any:
-    """PyTorch's layer on four inputs, and eight layers by hand on five, one of them forth and back."""
+    """PyTorch's layer on four inputs, and eight layers by hand on six, one of them forth and back."""
     import torch
 
     linear = torch.nn.functional.linear
@@ -429,13 +429,12 @@ def attention_bugs(p: Any, run: Run) -> Any:
             cache: list[Any] = []
             found += [attend(x, 1), attend(x[:, :1], p.n_heads)]
             found += [attend(chunk, p.n_heads, cache) for chunk in x.split(p.chunk_len, 1)]
+            found.append(attend(torch.cat((x, x, x)), p.n_heads))
         copies = x[0].repeat(p.seq_len, 1, 1).requires_grad_()
-        found.append(
-            torch.autograd.grad(attend(torch.cat((copies, x, x, x)), p.n_heads).diagonal().sum(), copies)[0].norm(
-                dim=-1
-            )
-        )
+        found.append(torch.autograd.grad(attend(copies, p.n_heads).diagonal().sum(), copies)[0].norm(dim=-1))
     return found
+
+
 def rope_logits(p: Any, run: Run) -> Any:
     """One q at all distances in float64, the matrix of positions, the drawn pairs twice, four curves, partial sums."""
     import torch

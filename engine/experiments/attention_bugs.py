@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from engine.attention import context, mask_logits, qk_product, row_norm, softmax
+from engine.attention import context, mask_logits, qk_product, row_norm
 from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, choice, number
 
 if TYPE_CHECKING:
@@ -175,15 +176,14 @@ def run(params: Params, run: Run) -> Result:
 
 
 class _Weights(NamedTuple):
-    """Matrices as in ``torch.nn.Linear``, one row for each output. Shapes: W (d_model, d_model), b (d_model,)."""
+    """Matrices as in ``torch.nn.Linear``, one row for each output; W_in is W_q, W_k and W_v, one below the other.
 
-    W_q: torch.Tensor
-    W_k: torch.Tensor
-    W_v: torch.Tensor
+    Shapes: W_in (3 d_model, d_model), W_o (d_model, d_model), b_in (3 d_model,), b_o (d_model,).
+    """
+
+    W_in: torch.Tensor
     W_o: torch.Tensor
-    b_q: torch.Tensor
-    b_k: torch.Tensor
-    b_v: torch.Tensor
+    b_in: torch.Tensor
     b_o: torch.Tensor
 
 
@@ -192,10 +192,10 @@ class _Layer:
 
     def __init__(self, bug: str, weights: _Weights, n_heads: int) -> None:
         self.bug, self.weights, self.n_heads = bug, weights, n_heads
-        self.biases = (None,) * 4 if bug == "no_bias" else weights[4:]
+        self.biases = (None, None) if bug == "no_bias" else (weights.b_in, weights.b_o)
 
     def parameters(self) -> list[torch.Tensor]:
-        return [*self.weights[:4], *(b for b in self.biases if b is not None)]
+        return [*self.weights[:2], *(b for b in self.biases if b is not None)]
 
     def __call__(self, x: torch.Tensor, cache: list[torch.Tensor] | None = None) -> torch.Tensor:
         """Shapes: x (batch, q_len, d_model), as what comes back. ``cache`` holds k and v and grows."""
@@ -203,7 +203,7 @@ class _Layer:
         from torch.nn.functional import linear
 
         d_model = x.shape[-1]
-        q, k, v = (self._split(linear(x, W, b)) for W, b in zip(self.weights[:3], self.biases[:3], strict=True))
+        q, k, v = (self._split(part) for part in linear(x, self.weights.W_in, self.biases[0]).chunk(3, dim=-1))
         if cache is not None:
             if cache:
                 k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)
@@ -212,14 +212,14 @@ class _Layer:
         logits = qk_product(q, k) / math.sqrt(width)
         weights = self._masked_softmax(logits)
         joined = self._merge(context(weights, v))
-        return linear(joined, self.weights.W_o, self.biases[3])
+        return linear(joined, self.weights.W_o, self.biases[1])
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, seq_len, d_model) to (batch, n_heads, seq_len, d_k)."""
         batch, seq_len, d_model = x.shape
         d_k = d_model // self.n_heads
         if self.bug == "by_view":
-            return x.view(batch, self.n_heads, seq_len, d_k)
+            return x.contiguous().view(batch, self.n_heads, seq_len, d_k)
         return x.view(batch, seq_len, self.n_heads, d_k).transpose(1, 2)
 
     def _merge(self, x: torch.Tensor) -> torch.Tensor:
@@ -236,12 +236,12 @@ class _Layer:
         last = 0 if self.bug == "corner" else kv_len - q_len  # the key of the first query's own token
         keep = torch.ones(q_len, kv_len, dtype=torch.bool).tril(last)
         if self.bug == "late_mask":
-            return softmax(logits) * keep
+            return logits.softmax(dim=-1) * keep
         if self.bug != "no_mask":
             logits = mask_logits(logits, keep)
         if self.bug == "axis":
-            return softmax(logits.mT).mT
-        return softmax(logits)
+            return logits.softmax(dim=-2)
+        return logits.softmax(dim=-1)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -264,7 +264,9 @@ class _Tests:
         equal = self.x[:, :1].expand_as(self.x)
         changed = torch.cat((self.x[:, :-1], other_token), dim=1)
         self.inputs = torch.cat((self.x, equal, changed))
-        layer, one_head = (_reference(self.weights, n_heads) for n_heads in (params.n_heads, 1))
+        layer = _reference(self.weights, params.n_heads)
+        one_head = copy(layer)  # the same matrices
+        one_head.num_heads, one_head.head_dim = 1, d
         self.n_wanted = sum(p.numel() for p in layer.parameters())
         self.wanted = {
             "relative_error": _call(layer, self.x),
@@ -278,14 +280,12 @@ class _Tests:
         import torch
 
         n = self.x.shape[1]
-        each = torch.arange(n)
         layer = _Layer(bug, self.weights, self.n_heads)
         copies = self.x[0].repeat(n, 1, 1).requires_grad_()  # copy t is differentiated at its output t
-        outs = layer(torch.cat((copies, self.inputs)))
-        (gradients,) = torch.autograd.grad((outs[each, each] @ self.g).sum(), copies)
+        (gradients,) = torch.autograd.grad((layer(copies).diagonal().mT @ self.g).sum(), copies)
         slopes = row_norm(gradients)
-        with torch.no_grad():
-            out, equal, changed = outs[n:].chunk(3)
+        with torch.inference_mode():
+            out, equal, changed = layer(self.inputs).chunk(3)
             got = {
                 "relative_error": out,
                 "relative_error_one_head": _Layer(bug, self.weights, 1)(self.x),
@@ -313,13 +313,16 @@ class _Tests:
 
 def _draw_weights(params: Params, run: Run, dtype: torch.dtype) -> _Weights:
     """Uniform, in the ranges of ``torch.nn.MultiheadAttention``'s own initialization; the gain goes to the queries."""
+    import torch
+
     d = params.d_model
     ranges = (math.sqrt(6 / (4 * d)),) * 3 + (1 / math.sqrt(d),)  # Xavier on the three stacked; as Linear
     matrices = [(2 * run.rand(d, d).cpu().double() - 1) * bound for bound in ranges]
     biases = [run.randn(d).cpu().double() * (params.biases == "random") for _ in range(4)]
     matrices[0] *= params.logits_gain
     biases[0] *= params.logits_gain
-    return _Weights(*(tensor.to(dtype) for tensor in (*matrices, *biases)))
+    stacked = torch.cat(matrices[:3]), matrices[3], torch.cat(biases[:3]), biases[3]
+    return _Weights(*(tensor.to(dtype) for tensor in stacked))
 
 
 def _reference(weights: _Weights, n_heads: int) -> torch.nn.MultiheadAttention:
@@ -328,12 +331,12 @@ def _reference(weights: _Weights, n_heads: int) -> torch.nn.MultiheadAttention:
 
     # without its own initialization, which would take numbers from the global generator
     layer = torch.nn.utils.skip_init(
-        torch.nn.MultiheadAttention, len(weights.W_q), n_heads, batch_first=True, dtype=torch.float64
+        torch.nn.MultiheadAttention, len(weights.W_o), n_heads, batch_first=True, dtype=torch.float64
     )
     with torch.no_grad():
-        layer.in_proj_weight.copy_(torch.cat(weights[:3]))
+        layer.in_proj_weight.copy_(weights.W_in)
         layer.out_proj.weight.copy_(weights.W_o)
-        layer.in_proj_bias.copy_(torch.cat(weights[4:7]))
+        layer.in_proj_bias.copy_(weights.b_in)
         layer.out_proj.bias.copy_(weights.b_o)
     return layer
 
@@ -350,8 +353,10 @@ def _call(reference: torch.nn.MultiheadAttention, x: torch.Tensor) -> torch.Tens
 
 
 def _relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    got, wanted = got.double(), wanted.double()
-    return float((got - wanted).norm() / wanted.norm())
+    from torch.linalg import vector_norm
+
+    wanted = wanted.double()
+    return float(vector_norm(got.double() - wanted) / vector_norm(wanted))
 
 
 def _log10(values: torch.Tensor) -> np.ndarray:

@@ -143,17 +143,15 @@ def law(experiment: Experiment) -> None:
         ("x.view(batch, seq_len, self.n_heads, d_k)", "x.view(batch, seq_len, d_k, self.n_heads).mT"),
         ('if self.bug != "merge":', "if False:"),
         ('self.bug == "corner" else kv_len - q_len', 'self.bug == "corner" else 0'),
-        ("return softmax(logits) * keep", "return softmax(logits * keep)"),
-        ("return softmax(logits.mT).mT", "return softmax(logits)"),
+        ("return logits.softmax(dim=-1) * keep", "return (logits * keep).softmax(dim=-1)"),
+        ("dim=-2", "dim=-1"),
         ('if self.bug != "no_mask":', "if True:"),
         ("torch.cat((cache[1], v), dim=2)", "torch.cat((v, cache[1]), dim=2)"),
-        ('(None,) * 4 if bug == "no_bias" else', '(None,) * 4 if bug == "correct" else'),
+        ('(None, None) if bug == "no_bias" else', '(None, None) if bug == "correct" else'),
         ("slopes.triu(1).max()", "slopes.tril(-1).max()"),  # the past for the future
         ("(changed - out)[:, :-1]", "(changed - out)"),  # the replaced token itself
-        (
-            "layer, one_head = (_reference(self.weights, n_heads) for n_heads in (params.n_heads, 1))",
-            "layer = one_head = _reference(self.weights, params.n_heads)",
-        ),
+        ("one_head = copy(layer)", "one_head = layer"),
+        ("one_head.num_heads, one_head.head_dim = 1, d", "pass"),
         ("matrices[0] *= params.logits_gain", "pass"),
         ("dtype=torch.bool).triu(1)", "dtype=torch.bool).triu(2)"),  # PyTorch's layer sees one key ahead
         ("equal = self.x[:, :1].expand_as(self.x)", "equal = self.x"),

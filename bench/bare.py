@@ -467,6 +467,41 @@ def mask_alignment(p: Any, run: Run) -> Any:
         for call in ({"is_causal": True}, {"attn_mask": ~future[-q_len:]}, {}):
             found.append((sdpa(chunk, k, v, **call) - wanted).abs().max())
     return found
+def attention_bugs(p: Any, run: Run) -> Any:
+    """PyTorch's layer on four inputs, and eight layers by hand on six, one of them forth and back."""
+    import torch
+
+    linear = torch.nn.functional.linear
+    x, d = run.randn(p.batch, p.seq_len, p.d_model).double(), p.d_model
+    W = [run.rand(d, d).double() / d**0.5 for _ in range(4)]
+    b = torch.zeros(d, dtype=torch.float64)
+
+    def attend(x: Any, n_heads: int, cache: Any = None) -> Any:
+        q, k, v = (linear(x, w, b).unflatten(-1, (n_heads, -1)).transpose(1, 2) for w in W[:3])
+        if cache is not None:
+            if cache:
+                k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
+            cache[:] = k, v
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
+        weights = (q @ k.mT * (n_heads / d) ** 0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+        return linear((weights @ v).transpose(1, 2).flatten(2), W[3], b)
+
+    found = []
+    hidden = torch.ones(p.seq_len, p.seq_len, dtype=torch.bool).triu(1)
+    for n_heads in (p.n_heads, 1):
+        layer = torch.nn.MultiheadAttention(d, n_heads, batch_first=True, dtype=torch.float64)
+        found += [layer(x, x, x, attn_mask=hidden, need_weights=False)[0] for _ in range(2)]
+    for _ in range(8):
+        with torch.no_grad():
+            cache: list[Any] = []
+            found += [attend(x, 1), attend(x[:, :1], p.n_heads)]
+            found += [attend(chunk, p.n_heads, cache) for chunk in x.split(p.chunk_len, 1)]
+            found.append(attend(torch.cat((x, x, x)), p.n_heads))
+        copies = x[0].repeat(p.seq_len, 1, 1).requires_grad_()
+        found.append(torch.autograd.grad(attend(copies, p.n_heads).diagonal().sum(), copies)[0].norm(dim=-1))
+    return found
+
+
 def rope_logits(p: Any, run: Run) -> Any:
     """One q at all distances in float64, the matrix of positions, the drawn pairs twice, four curves, partial sums."""
     import torch

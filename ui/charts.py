@@ -84,12 +84,19 @@ def _prepare(plot: Plot, table: Table) -> tuple[pd.DataFrame, _Words]:
         facets=_in_order(frame[plot.facet]) if plot.facet else (),
         x_is_text=frame[plot.x].dtype.kind not in "iuf",
         single=frame[plot.x].nunique() == 1,
-        signed=bool(plot.value) and bool((frame[plot.value] < 0).any() and (frame[plot.value] > 0).any()),
+        signed=_is_signed(plot, table),
         colour=TEXT_COLOUR[st.context.theme.type or "light"],
     )
     if plot.by and frame[plot.by].dtype.kind in "iuf":  # a legend of numbers is read as names, not as a ramp
         frame[plot.by] = frame[plot.by].map(str)
     return frame, words
+
+
+def _is_signed(plot: Plot, table: Table) -> bool:
+    """Whether the values of a heat map lie on both sides of 0; of a logarithm 0 is no middle."""
+    if not plot.value or plot.value.endswith("_log10"):
+        return False
+    return bool(np.min(table[plot.value], initial=0) < 0 < np.max(table[plot.value], initial=0))
 
 
 def _in_order(column: Any) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ def test_a_line_through_one_place_is_drawn_as_points():
 def test_a_heat_map_of_signed_values_has_two_hues_that_meet_at_zero():
     plot = Plot("p", table="t", x="x", y="y", mark="heat", value="v")
     table = {"x": np.arange(3), "y": np.zeros(3), "v": np.array([-2.0, 0.0, 1.0])}
+    assert not charts._is_signed(dataclasses.replace(plot, value="v_log10"), {**table, "v_log10": table["v"]})
     for values, signed in ((table["v"], True), (np.abs(table["v"]), False)):
         assert charts._prepare(plot, {**table, "v": values})[1].signed is signed
         colour = charts.spec(plot, dataclasses.replace(WORDS, signed=signed))["encoding"]["color"]

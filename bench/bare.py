@@ -467,6 +467,8 @@ def mask_alignment(p: Any, run: Run) -> Any:
         for call in ({"is_causal": True}, {"attn_mask": ~future[-q_len:]}, {}):
             found.append((sdpa(chunk, k, v, **call) - wanted).abs().max())
     return found
+
+
 def rope_logits(p: Any, run: Run) -> Any:
     """One q at all distances in float64, the matrix of positions, the drawn pairs twice, four curves, partial sums."""
     import torch
@@ -532,6 +534,8 @@ def rope_precision(p: Any, run: Run) -> Any:
             ]
             found.append((turned[0] * turned[1]).sum(-1).square().mean())
     return found, torch.arange(p.position + 1).to(torch.bfloat16).diff().count_nonzero()
+
+
 def slot_retrieval(p: Any, run: Run) -> Any:
     """Twelve steps of softmax rows, their second moments, an inverse, a gradient; drawn tokens through the layers."""
     import torch

@@ -134,7 +134,7 @@ def law(experiment: Experiment) -> None:
             "weight.unflatten(2, (n_heads, -1)).transpose(1, 2)",
             "weight.unflatten(2, (n_heads, -1)).transpose(1, 2).flip(1)",
         ),
-        ('asked[:, :, 1] @ weights["E_second"]', 'asked[:, :, 0] @ weights["E_second"]'),  # the second cue is not asked for
+        ('asked[:, :, 1] @ weights["E_second"]', 'asked[:, :, 0] @ weights["E_second"]'),  # no second cue
         ("first_seed + i for i", "first_seed for i"),  # every seed the same model
         (
             "loss.view(class_logits.shape[:3]).mean(dim=(1, 2))",

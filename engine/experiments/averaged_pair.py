@@ -6,7 +6,7 @@ goes to six others in equal parts. With the value vectors of the tokens (random 
 .. math:: c=(1-\ell)\,\big(w\,v_a+(1-w)\,v_b\big)+\tfrac{\ell}{6}\textstyle\sum_{o}v_o
 
 *Slots*: the linear map that loses least writes :math:`v_a` into one slot and :math:`v_b` into another. *Search*: the
-ordered pair whose average :math:`w\,v_a+(1-w)\,v_b` lies nearest to the context is taken. The average is a
+ordered pair whose average :math:`w\,v_a+(1-w)\,v_b` lies nearest to the context is taken; w is known. The average is a
 superposition: both tokens are in it, and where their weights differ, their order is, too. A linear map gives each of
 its numbers the same mixture of both, so it can't tell one from the other.
 

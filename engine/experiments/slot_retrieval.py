@@ -6,10 +6,12 @@ coordinates under one row of weights, so a layer of width d_model returns
 .. math:: W_O\,[\,W_V^1\bar x^1;\dots;W_V^h\bar x^h\,],\quad \bar x^i=\textstyle\sum_j w_{ij}\,x_j
 
 with :math:`h` heads of :math:`d_v=d_{model}/h`. Tokens are independent, their contents N(0, 1) in ``content``
-dimensions. The best layer is searched, not set: the rows by gradient, within logits that differ by at most
-``logit_range``, and for each set of rows the W_O of least squared error. W_V is drawn: no direction of the content
-counts more than another, so all matrices of full rank do equally well. Which keys are wanted makes no difference either
-(they are the first ones here): for another query of the same layer the rows move with its targets, and W_O stays.
+dimensions. The layer is searched, not set: the rows by gradient, within logits that differ by at most ``logit_range``,
+and for each set of rows the W_O of least squared error. The search is short: where rows can be nearly one-hot it
+reaches the bound below, and at a small ``logit_range`` a longer one finds rows that lose less. W_V is drawn: no
+direction of the content counts more than another, so all matrices of full rank do equally well. Which keys are wanted
+makes no difference either (they are the first ones here): for another query of the same layer the rows move with its
+targets, and W_O stays.
 
 A bound: a head passes on at most :math:`\min(d_v, content)` numbers, whatever its row and its matrices, so the share of
 the wanted numbers' variance that is lost is at least
@@ -99,7 +101,7 @@ def memory_bytes(params: Params) -> int:
 
 
 def run(params: Params, run: Run) -> Result:
-    """Search the best layers of one head and of ``n_heads`` at several widths of the content; measure the chosen ones.
+    """Search good layers of one head and of ``n_heads`` at several widths of the content; measure the chosen ones.
 
     ``lost_share``: squared error of the slots over their squared length, on drawn tokens; in the table the expectation,
     without drawing. The search runs in float64 on the CPU, whatever the run's dtype.

@@ -346,7 +346,7 @@ def _call(reference: torch.nn.MultiheadAttention, x: torch.Tensor) -> torch.Tens
     import torch
 
     hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-    x = x.double()
+    x = x.cpu().double()
     with torch.no_grad():
         out, _ = reference(x, x, x, attn_mask=hidden, need_weights=False)
     return out

@@ -33,6 +33,12 @@ def link(visit):
     return parse_qs(urlsplit(visit.page.url).query, keep_blank_values=True)
 
 
+def choose(visit, title):
+    """In the first list of the page, which draws only the options near the chosen one: so it is typed."""
+    visit.page.get_by_role("combobox").first.fill(title)
+    visit.page.get_by_role("option", name=title).first.click()
+
+
 def move_first_slider(visit, key="ArrowRight"):
     slider = bench(visit).get_by_role("slider").first
     slider.focus()
@@ -192,8 +198,7 @@ def test_an_experiment_is_found_as_it_was_left(app, open_reader):
     open_lab(visit, d_k="16", seed="4")
     before = figures(visit)
     for title in ("Softmax of [a, a, 2a]", "Spread of q·k"):
-        visit.page.get_by_role("combobox").first.click()
-        visit.act(lambda title=title: visit.page.get_by_role("option", name=title).click())
+        visit.act(lambda title=title: choose(visit, title))
     assert (link(visit)["d_k"], link(visit)["seed"]) == (["16"], ["4"])
     assert figures(visit) == before
     assert_clean(visit)
@@ -205,9 +210,7 @@ def test_a_filter_of_the_ledger_can_be_cleared_again(app, open_reader):
     verify = visit.page.get_by_role("button", name=re.compile("Verify all"))
     verify.wait_for()
     everything = verify.text_content()
-    box = visit.page.get_by_role("combobox").first
-    box.click()
-    visit.act(lambda: visit.page.get_by_role("option", name="Spread of q·k").click())
+    visit.act(lambda: choose(visit, "Spread of q·k"))
     assert verify.text_content() != everything
     visit.act(lambda: visit.page.get_by_role("button", name="Clear value").first.click())
     assert verify.text_content() == everything

@@ -294,7 +294,7 @@ class _Tests:
             }
             cache: list[torch.Tensor] = []
             chunks = [layer(chunk, cache) for chunk in self.x.split(self.chunk_len, dim=1)]
-            size = out.double().square().mean().sqrt()
+            size = out.cpu().double().square().mean().sqrt()
             moved = (changed - out)[:, :-1].abs().max() / size
             chunks_error = _relative_error(torch.cat(chunks, dim=1), out)
             errors = {name: _relative_error(got[name], wanted) for name, wanted in self.wanted.items()}
@@ -355,13 +355,13 @@ def _call(reference: torch.nn.MultiheadAttention, x: torch.Tensor) -> torch.Tens
 def _relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     from torch.linalg import vector_norm
 
-    wanted = wanted.double()
-    return float(vector_norm(got.double() - wanted) / vector_norm(wanted))
+    wanted = wanted.cpu().double()
+    return float(vector_norm(got.cpu().double() - wanted) / vector_norm(wanted))
 
 
 def _log10(values: torch.Tensor) -> np.ndarray:
     """For a map of values over many powers of ten: log10, at least FLOOR, and ZERO for what is exactly 0."""
     import torch
 
-    logs = values.double().log10().clamp_min(FLOOR)
+    logs = values.cpu().double().log10().clamp_min(FLOOR)
     return np.asarray(torch.where(values == 0, float(ZERO), logs).flatten())

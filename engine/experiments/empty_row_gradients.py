@@ -110,10 +110,10 @@ def run(params: Params, run: Run) -> Result:
 
     out, grads = _differentiate(params.guard, params.mask_written, q, k, v, g, keep)
     run.progress(0.2)
-    exact = [x.double() for x in (q, k, v, g)]
+    exact = [x.cpu().double() for x in (q, k, v, g)]
     wanted = _reference_gradients(exact, keep)
-    errors = [(x.double() - y).abs().nan_to_num(0.0).max() for x, y in zip(grads, wanted, strict=True)]
-    empty = out[: params.left_padding].double()
+    errors = [(x.cpu().double() - y).abs().nan_to_num(0.0).max() for x, y in zip(grads, wanted, strict=True)]
+    empty = out[: params.left_padding].cpu().double()
     unmasked = attention(exact[0], exact[1], exact[2])[: params.left_padding]
     near = 4 * torch.finfo(dtype).eps * exact[2].abs().max()
     metrics = {

@@ -111,11 +111,11 @@ def run(params: Params, run: Run) -> Result:
     logits = (drawn + torch.where(visible, params.visible_mean, params.hidden_mean)).to(dtype)
     keep = visible.repeat(params.q_len + 1, 1)
     keep[-1] = False
-    weights = _weights(params.applied, logits, keep, params).double()
+    weights = _weights(params.applied, logits, keep, params).cpu().double()
     run.progress(0.5)
 
     rows, empty = weights[:-1], weights[-1]
-    reference = softmax(mask_logits(logits[:-1].double(), visible))
+    reference = softmax(mask_logits(logits[:-1].cpu().double(), visible))
     undefined = rows.isnan().any(dim=-1)
     error = _distance(rows, reference)
     sums = rows.sum(dim=-1)[~undefined] if not undefined.all() else torch.zeros(1)
@@ -127,8 +127,8 @@ def run(params: Params, run: Run) -> Result:
         "mask_error_max": error.max(),
         "empty_row_undefined": empty.isnan().any(),
         "empty_row_from_uniform": _distance(empty, torch.full_like(empty, 1 / params.kv_len)),
-        "empty_row_from_unmasked": _distance(empty, softmax(logits[-1].double())),
-        "infinite_mask_share": _additive(keep, dtype, params)[:-1][~keep[:-1]].isinf().double().mean(),
+        "empty_row_from_unmasked": _distance(empty, softmax(logits[-1].cpu().double())),
+        "infinite_mask_share": _additive(keep, dtype, params)[:-1][~keep[:-1]].isinf().cpu().double().mean(),
         "fill_refused": _refuses(dtype, params),
     }
     tables = {"leak": _leak(params, run, drawn[0], visible, dtype), "empty": _empty(params, logits[-1:], keep[-1:])}
@@ -199,7 +199,7 @@ def _leak(params: Params, run: Run, drawn: torch.Tensor, visible: torch.Tensor, 
     parts = []
     for i, applied in enumerate(STYLES):
         run.progress(0.6 + 0.3 * i / len(STYLES))
-        weights = _weights(applied, logits, keep, params).double()
+        weights = _weights(applied, logits, keep, params).cpu().double()
         hidden = (weights * ~keep).sum(dim=-1).cpu().numpy()
         there = np.isfinite(hidden)
         parts.append((LEADS[there], np.full(there.sum(), applied), hidden[there]))
@@ -214,8 +214,8 @@ def _leak(params: Params, run: Run, drawn: torch.Tensor, visible: torch.Tensor, 
 def _empty(params: Params, logits: torch.Tensor, keep: torch.Tensor) -> Table:
     """The weights of the empty row under the ways that give it any, and without a mask; the first keys only."""
     n = min(params.kv_len, 32)
-    rows = [("no_mask", softmax(logits.double())[0])]
-    rows += [(applied, _weights(applied, logits, keep, params).double()[0]) for applied in STYLES]
+    rows = [("no_mask", softmax(logits.cpu().double())[0])]
+    rows += [(applied, _weights(applied, logits, keep, params).cpu().double()[0]) for applied in STYLES]
     drawn = [(name, row[:n].cpu().numpy()) for name, row in rows if not row.isnan().any()]
     return {
         "key_position": np.tile(np.arange(n), len(drawn)),

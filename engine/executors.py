@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -179,12 +180,16 @@ def explained() -> Iterator[None]:
         raise WorkersLost("the connection to the scheduler is lost") from error
     except concurrent.futures.BrokenExecutor as error:
         raise WorkersLost(f"a worker process ended during a run, perhaps for lack of memory ({error})") from error
-    except Exception as error:  # the two below have no type to be caught by here; anything else passes unchanged
-        if type(error).__name__ == "KilledWorker":  # of distributed, which may not be installed
-            raise WorkersLost(
-                f"several workers died over the same run, perhaps for lack of memory ({error})"
-            ) from error
-        if "deserialization of the task graph" in str(error):
-            here = "the engine of this checkout"
-            raise OtherCode("the scheduler", f"an engine that is missing or older ({error.__cause__})", here) from error
-        raise
+    except _killed_worker() as error:
+        raise WorkersLost(f"several workers died over the same run, perhaps for lack of memory ({error})") from error
+    except RuntimeError as error:
+        if "deserialization of the task graph" not in str(error):  # distributed has no type of its own for it
+            raise
+        here = "the engine of this checkout"
+        raise OtherCode("the scheduler", f"an engine that is missing or older ({error.__cause__})", here) from error
+
+
+def _killed_worker() -> tuple[type[Exception], ...]:
+    """distributed's KilledWorker; nothing where it was not imported, so that none can have been raised."""
+    scheduler = sys.modules.get("distributed.scheduler")
+    return (scheduler.KilledWorker,) if scheduler else ()

@@ -111,7 +111,7 @@ def run(params: Params, run: Run) -> Result:
     out, grads = _differentiate(params.guard, params.mask_written, q, k, v, g, keep)
     run.progress(0.2)
     exact = [x.cpu().double() for x in (q, k, v, g)]
-    wanted = _reference_gradients(exact, keep)
+    wanted = _reference_gradients(exact, keep.cpu())
     errors = [(x.cpu().double() - y).abs().nan_to_num(0.0).max() for x, y in zip(grads, wanted, strict=True)]
     empty = out[: params.left_padding].cpu().double()
     unmasked = attention(exact[0], exact[1], exact[2])[: params.left_padding]

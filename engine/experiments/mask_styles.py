@@ -115,12 +115,12 @@ def run(params: Params, run: Run) -> Result:
     run.progress(0.5)
 
     rows, empty = weights[:-1], weights[-1]
-    reference = softmax(mask_logits(logits[:-1].cpu().double(), visible))
+    reference = softmax(mask_logits(logits[:-1].cpu().double(), visible.cpu()))
     undefined = rows.isnan().any(dim=-1)
     error = _distance(rows, reference)
     sums = rows.sum(dim=-1)[~undefined] if not undefined.all() else torch.zeros(1)
     metrics = {
-        "hidden_weight_max": (rows * ~visible).sum(dim=-1).nan_to_num(0.0).max(),
+        "hidden_weight_max": (rows * ~visible.cpu()).sum(dim=-1).nan_to_num(0.0).max(),
         "row_sum_min": sums.min(),
         "row_sum_max": sums.max(),
         "undefined_rows": undefined.sum(),
@@ -200,7 +200,7 @@ def _leak(params: Params, run: Run, drawn: torch.Tensor, visible: torch.Tensor, 
     for i, applied in enumerate(STYLES):
         run.progress(0.6 + 0.3 * i / len(STYLES))
         weights = _weights(applied, logits, keep, params).cpu().double()
-        hidden = (weights * ~keep).sum(dim=-1).cpu().numpy()
+        hidden = (weights * ~keep.cpu()).sum(dim=-1).numpy()
         there = np.isfinite(hidden)
         parts.append((LEADS[there], np.full(there.sum(), applied), hidden[there]))
     leads_there, styles, weight = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -216,7 +216,7 @@ def _empty(params: Params, logits: torch.Tensor, keep: torch.Tensor) -> Table:
     n = min(params.kv_len, 32)
     rows = [("no_mask", softmax(logits.cpu().double())[0])]
     rows += [(applied, _weights(applied, logits, keep, params).cpu().double()[0]) for applied in STYLES]
-    drawn = [(name, row[:n].cpu().numpy()) for name, row in rows if not row.isnan().any()]
+    drawn = [(name, row[:n].numpy()) for name, row in rows if not row.isnan().any()]
     return {
         "key_position": np.tile(np.arange(n), len(drawn)),
         "applied": np.repeat([name for name, _ in drawn], n),

@@ -1,11 +1,20 @@
-"""The same seed on an accelerator: the CPU's numbers, within the rounding of float32."""
+"""The same seed on an accelerator: the CPU's numbers, within the rounding of float32.
+
+Where there is none, a pretended one stands in, which shows all but how real hardware rounds.
+"""
+
+import contextlib
 
 import pytest
+import torch
 
 from engine import devices, registry
-from engine.base import make_run
-from tests.experiments.test_common import DTYPE_MATTERS, NAMES, small
+from engine.base import ChoiceSpec, FlagSpec, ParamsError, make_run
+from tests.elsewhere import DEVICE, Elsewhere
+from tests.experiments.test_common import DTYPE_MATTERS, NAMES, equal, small
 
+# Runs that take times ask the device for its clock, which a pretended one lacks: test_timing.py has stand-ins for it.
+UNTIMED = [name for name in NAMES if not registry.get(name).measures_time]
 ACCELERATORS = [device.id for device in devices.available() if device.kind != "cpu"]
 
 
@@ -28,7 +37,51 @@ def test_the_comparison_tells_one_seed_from_another():
     assert differences("qk_variance", "cpu", seed=1)
 
 
-@pytest.mark.skipif(not ACCELERATORS, reason="this machine has no accelerator: nothing was compared with the CPU")
+@pytest.mark.parametrize("name", UNTIMED)
+def test_a_run_keeps_its_tensors_on_its_device(name):
+    experiment = registry.get(name)
+    for setting in settings(experiment):
+        params = experiment.Params(**setting)
+        here = experiment.run(params, make_run(3))
+        with Elsewhere():
+            there = experiment.run(params, make_run(3, str(DEVICE)))
+        assert equal(name, here, there), setting
+
+
+def settings(experiment):
+    """The parameters of the suite, and those with one choice or switch changed: other branches of the code."""
+    yield small(experiment)
+    for name, spec in experiment.Params.specs().items():
+        values = spec.values if isinstance(spec, ChoiceSpec) else (False, True) if isinstance(spec, FlagSpec) else ()
+        for value in values:
+            if value != experiment.Params.defaults()[name]:
+                with contextlib.suppress(ParamsError):  # values that a rule refuses beside the others
+                    experiment.Params(**small(experiment) | {name: value})
+                    yield small(experiment) | {name: value}
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lambda x: x + torch.ones(3), "on one device"),
+        (lambda x: torch.cat((x, torch.ones(3))), "on one device"),
+        (lambda x: torch.ones(3)[x > 0], "on one device"),
+        (lambda x: x.numpy(), "use Tensor.cpu"),
+        (lambda x: x.double(), "float64"),
+        (lambda x: torch.randn(3, device=x.device, generator=torch.Generator()), "generator"),
+    ],
+)
+def test_the_pretended_accelerator_refuses_what_real_ones_refuse(fault, words):
+    with Elsewhere():
+        x = torch.arange(3.0).to(DEVICE)
+        assert x.device == DEVICE
+        assert (2 * x + torch.tensor(1.0)).cpu().tolist() == [1, 3, 5]
+        assert x[torch.tensor([2])].tolist() == [2]
+        with pytest.raises((RuntimeError, TypeError), match=words):
+            fault(x)
+
+
+@pytest.mark.skipif(not ACCELERATORS, reason="this machine has no accelerator: how one rounds was not compared with the CPU")
 @pytest.mark.parametrize("name", NAMES if ACCELERATORS else ["every experiment"])
 @pytest.mark.parametrize("device", ACCELERATORS or ["none"])
 def test_a_seed_means_the_same_numbers_as_on_the_cpu(device, name):

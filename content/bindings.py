@@ -174,7 +174,7 @@ def format_number(value: float, spec: str = "", language: str = "en") -> str:
         return "无定义" if language == "zh" else "undefined"
     if math.isinf(value) or (spec.endswith("%") and math.isinf(100 * value)):
         return "∞" if value > 0 else "-∞"
-    value += 0.0 if isinstance(value, float) else 0  # minus zero is written 0
+    value += 0  # minus zero is written 0
     if spec == "bytes":
         return _bytes(value, language)
     if spec == "%":

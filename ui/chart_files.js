@@ -36,8 +36,9 @@ function rulesOf(sheet) {
 async function withFileInside(rule) {
   const found = rule.cssText.match(/url\(["']?([^"')]+)["']?\)/)
   if (!found || found[1].startsWith("data:")) return rule.cssText
-  const answer = await fetch(new URL(found[1], rule.parentStyleSheet.href ?? document.baseURI))
-  if (!answer.ok) return ""
+  // without the file the chart is saved all the same, in a font of the reader's machine
+  const answer = await fetch(new URL(found[1], rule.parentStyleSheet.href ?? document.baseURI)).catch(() => null)
+  if (!answer?.ok) return ""
   const file = await new Response(await answer.blob()).arrayBuffer()
   const bytes = Array.from(new Uint8Array(file), (byte) => String.fromCharCode(byte)).join("")
   return rule.cssText.replace(found[0], `url("data:font/woff2;base64,${btoa(bytes)}")`)

@@ -238,9 +238,8 @@ def _start(
 
 def _allowed(experiment: Experiment, params: Mapping[str, Any], over: str) -> list[Any]:
     """The values of a sweep that these parameters allow; a curve leaves out the others."""
-    spec = experiment.Params.specs()[over]
     allowed = []
-    for value in widgets.sweep_values(spec, isinstance(experiment.Params.defaults()[over], int)):
+    for value in widgets.sweep_values(experiment, over):
         try:
             experiment.Params.from_mapping({**params, over: value})
         except ParamsError:
@@ -251,8 +250,7 @@ def _allowed(experiment: Experiment, params: Mapping[str, Any], over: str) -> li
 
 def _why_empty(experiment: Experiment, params: Mapping[str, Any], over: str) -> str:
     """What the experiment says to the first value of a sweep that it refuses throughout."""
-    spec = experiment.Params.specs()[over]
-    first = widgets.sweep_values(spec, isinstance(experiment.Params.defaults()[over], int))[0]
+    first = widgets.sweep_values(experiment, over)[0]
     try:
         experiment.Params.from_mapping({**params, over: first})
     except ParamsError as error:
@@ -267,7 +265,7 @@ def _few(experiment: Experiment, by: str) -> Sequence[Any]:
         return spec.values
     if isinstance(spec, FlagSpec):
         return (False, True)
-    return widgets.sweep_values(spec, isinstance(experiment.Params.defaults()[by], int), most=MOST_LINES)
+    return widgets.sweep_values(experiment, by, most=MOST_LINES)
 
 
 def _settings(experiment: Experiment, result: Swept) -> str:

@@ -77,13 +77,12 @@ def params_controls(
             with column:
                 _number(slot, field, specs[field], start[field], on_change, field in unread)
     for field in shown:
-        spec = specs[field]
+        spec, off = specs[field], field in unread
         if isinstance(spec, ChoiceSpec):
-            _choice(slot, field, spec, start[field], on_change, field in unread)
+            _choice(slot, field, spec, start[field], on_change, off)
         elif isinstance(spec, FlagSpec | TextSpec):
             key, label, help_text = state.control_key(slot, field), text.name(field), text.help_of(field)
             if isinstance(spec, FlagSpec):
-                off = field in unread
                 st.toggle(label, start[field], key=key, help=help_text, on_change=on_change, disabled=off)
             else:
                 # no max_chars: a text that is pasted and too long would be dropped without a word
@@ -94,7 +93,7 @@ def params_controls(
                     key=key,
                     help=help_text,
                     on_change=on_change,
-                    disabled=field in unread,
+                    disabled=off,
                 )
 
 
@@ -147,11 +146,13 @@ def _choice(
         listed(label, spec.values, key, words, start=start, then=on_change, help=help_text, disabled=off)
 
 
-def sweep_values(spec: NumberSpec, whole: bool, most: int = 13) -> list[Any]:
-    """At most ``most`` values over the range of a parameter, each of them a place of its control.
+def sweep_values(experiment: Experiment, name: str, most: int = 13) -> list[Any]:
+    """At most ``most`` values over the range of a parameter that is a number, each of them a place of its control.
 
     Powers of two where the control moves by them; else evenly, or evenly in the logarithm over a range of a hundred.
     """
+    spec, whole = experiment.Params.specs()[name], isinstance(experiment.Params.defaults()[name], int)
+    assert isinstance(spec, NumberSpec)
     if spec.log2:
         powers = _powers_of_two(spec, whole, set())
         n = min(most, len(powers))

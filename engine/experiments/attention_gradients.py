@@ -55,6 +55,10 @@ class Params(BaseParams):
     batch: int = number(16, low=1, high=64, log2=True)
     q_len: int = number(64, low=1, high=512, log2=True)
 
+    def unread(self) -> frozenset[str]:
+        reads = {"factor": {"factor"}, "learnable_tau": {"tau"}, "cosine": {"tau"}}
+        return frozenset({"factor", "tau"} - reads.get(self.scale, set()))
+
     def rules(self) -> Iterator[Problem]:
         wider = "d_k" if self.d_k >= self.d_model else "d_model"
         yield from oversize(q_len=self.q_len, kv_len=self.kv_len, width=getattr(self, wider), width_name=wider)

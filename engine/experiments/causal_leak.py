@@ -47,6 +47,11 @@ class Params(BaseParams):
     expert_choice: bool = flag(False)
     d_model: int = number(16, low=2, high=64, log2=True)
 
+    def unread(self) -> frozenset[str]:
+        of_masks = {"prefix": "prefix_tokens", "window": "window", "documents": "document_len"}
+        idle = {field for mask, field in of_masks.items() if mask != self.mask}
+        return frozenset(idle | ({"in_layers"} if self.n_layers == 1 else set()))
+
     def rules(self) -> Iterator[Problem]:
         numbers = self.seq_len**2 * self.d_model * self.n_layers
         if numbers > MAX_NUMBERS:

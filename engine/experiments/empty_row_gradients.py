@@ -62,6 +62,10 @@ class Params(BaseParams):
     d_k: int = number(16, low=1, high=128, log2=True)
     left_padding: int = number(2, low=0, high=127)
 
+    def unread(self) -> frozenset[str]:
+        written = self.guard not in ("open", "finite", "sdpa_bool", "sdpa_inf", "sdpa_min")
+        return frozenset(() if written else {"mask_written"})
+
     def rules(self) -> Iterator[Problem]:
         if self.left_padding >= self.seq_len:
             values = {"seq_len": self.seq_len}

@@ -40,6 +40,11 @@ class Params(BaseParams):
     document_len: int = number(64, low=1, high=4096, log2=True)
     d_k: int = number(64, low=1, high=256, log2=True)
 
+    def unread(self) -> frozenset[str]:
+        of_masks = {"prefix": "prefix_tokens", "window": "window", "documents": "document_len"}
+        idle = {field for mask, field in of_masks.items() if mask != self.mask}
+        return frozenset(idle | ({"corner"} if self.mask == "no_mask" or self.q_len == self.kv_len else set()))
+
     def rules(self) -> Iterator[Problem]:
         yield from oversize(q_len=self.q_len, kv_len=self.kv_len, width=self.d_k)
 

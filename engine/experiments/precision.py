@@ -39,6 +39,9 @@ class Params(BaseParams):
     scale_position: str = choice("after", "before")
     softmax_in: str = choice("low", "full")
 
+    def unread(self) -> frozenset[str]:
+        return frozenset({"scale_position"} if self.scale == "none" else ())
+
     def rules(self) -> Iterator[Problem]:
         yield from oversize(q_len=self.q_len, kv_len=self.kv_len, width=self.d_k)
 

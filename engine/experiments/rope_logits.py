@@ -52,6 +52,9 @@ class Params(BaseParams):
     seq_len: int = number(24, low=2, high=64)
     n_pairs: int = number(256, low=2, high=8192, log2=True)
 
+    def unread(self) -> frozenset[str]:
+        return frozenset(() if self.vectors == "one_pair" else {"pair"})
+
     def rules(self) -> Iterator[Problem]:
         if self.d_k % 2:
             yield Problem("rule", "d_k", self.d_k, rule="width_is_even")

@@ -50,6 +50,9 @@ class Params(BaseParams):
     seq_len: int = number(16, low=2, high=64)
     base: float = number(BASE, low=10, high=10_000_000)
 
+    def unread(self) -> frozenset[str]:
+        return frozenset({"rotation"} if self.scheme == "add_to_x" else ())
+
     def rules(self) -> Iterator[Problem]:
         if self.d_k % 4:
             yield Problem("rule", "d_k", self.d_k, rule="width_is_four_times")

@@ -48,6 +48,9 @@ class Params(BaseParams):
     steps: int = number(250, low=10, high=4000, step=10)
     n_seeds: int = number(3, low=1, high=10)
 
+    def unread(self) -> frozenset[str]:
+        return frozenset(() if self.with_tau else {"tau_start"})
+
     def rules(self) -> Iterator[Problem]:
         if D_MODEL % self.n_heads:
             yield Problem("rule", "n_heads", self.n_heads, rule="heads_divide_width", values={"d_model": D_MODEL})

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def equal(name: str, one: Result, other: Result) -> bool:
     experiment = registry.get(name)
     decided = [m.name for m in experiment.metrics if not m.measured]
     columns = [(t, c) for t in one.tables for c in one.tables[t] if c not in experiment.measured_columns(t)]
-    return all(one.metrics[m] == other.metrics[m] for m in decided) and all(
+    return all(one.metrics.get(m) == other.metrics.get(m) for m in decided) and all(
         np.array_equal(one.tables[t][c], other.tables[t][c]) for t, c in columns
     )
 
@@ -328,6 +328,55 @@ def test_what_is_called_unread_changes_nothing(name):
                     experiment.run(experiment.Params(**setting | more), make_run(3)) for more in ({}, {idle: value})
                 )
                 assert equal(name, one, other), f"{idle} is read under {setting}"
+
+
+# Read, and yet of no effect at some settings: what they change is rounded away, or none of the numbers reach it.
+OF_NO_EFFECT = {
+    ("attention_gradients", "dead_below"),  # a threshold that every row, or none, is below
+    ("softmax_saturation", "dead_below"),
+    ("softmax_loss_gradient", "log_epsilon"),  # float16 rounds it to 0
+    ("softmax_temperature_curve", "shift"),  # of all logits: that softmax does not feel it is what is shown
+}
+
+
+def settings(experiment: Experiment) -> Iterator[dict[str, object]]:
+    """The parameters of the suite, and those with one choice or switch changed: other branches of the code."""
+    yield small(experiment)
+    for field_name, spec in experiment.Params.specs().items():
+        values = spec.values if isinstance(spec, ChoiceSpec) else (False, True) if isinstance(spec, FlagSpec) else ()
+        for value in values:
+            if value != experiment.Params.defaults()[field_name]:
+                with contextlib.suppress(ParamsError):  # values that a rule refuses beside the others
+                    experiment.Params(**small(experiment) | {field_name: value})
+                    yield small(experiment) | {field_name: value}
+
+
+def others(experiment: Experiment, setting: Mapping[str, object], field_name: str) -> Iterator[dict[str, object]]:
+    """The setting with another value of a field: twice and half of a number, one more and one less, its lowest."""
+    spec, now = experiment.Params.specs()[field_name], getattr(experiment.Params(**setting), field_name)
+    if isinstance(spec, NumberSpec):
+        values = [type(now)(value) for value in (2 * now, now / 2, now + 1, now - 1, spec.low)]
+    elif isinstance(spec, TextSpec):
+        values = ["another text, of a cat and a dog"]
+    else:
+        values = list(spec.values) if isinstance(spec, ChoiceSpec) else [not now]
+    for value in dict.fromkeys(values):
+        with contextlib.suppress(ParamsError):
+            if value != now:
+                experiment.Params(**setting | {field_name: value})
+                yield {**setting, field_name: value}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not registry.get(name).measures_time])
+def test_what_changes_nothing_is_called_unread(name):
+    experiment = registry.get(name)
+    for setting in settings(experiment):
+        params = experiment.Params(**setting)
+        one = experiment.run(params, make_run(3))
+        for field_name in set(experiment.Params.specs()) - params.unread() - {"steps"}:
+            tried = list(others(experiment, setting, field_name))
+            changes = (not equal(name, one, experiment.run(experiment.Params(**some), make_run(3))) for some in tried)
+            assert any(changes) or not tried or (name, field_name) in OF_NO_EFFECT, f"{field_name} at {setting}"
 
 
 @pytest.mark.parametrize(

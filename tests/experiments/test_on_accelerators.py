@@ -3,15 +3,13 @@
 Where there is none, a pretended one stands in, which shows all but how real hardware rounds.
 """
 
-import contextlib
-
 import pytest
 import torch
 
 from engine import devices, registry
-from engine.base import ChoiceSpec, FlagSpec, ParamsError, make_run
+from engine.base import make_run
 from tests.elsewhere import DEVICE, Elsewhere
-from tests.experiments.test_common import DTYPE_MATTERS, NAMES, equal, small
+from tests.experiments.test_common import DTYPE_MATTERS, NAMES, equal, settings, small
 
 # Runs that take times ask the device for its clock, which a pretended one lacks: test_timing.py has stand-ins for it.
 UNTIMED = [name for name in NAMES if not registry.get(name).measures_time]
@@ -48,18 +46,6 @@ def test_a_run_keeps_its_tensors_on_its_device(name):
         assert equal(name, here, there), setting
 
 
-def settings(experiment):
-    """The parameters of the suite, and those with one choice or switch changed: other branches of the code."""
-    yield small(experiment)
-    for name, spec in experiment.Params.specs().items():
-        values = spec.values if isinstance(spec, ChoiceSpec) else (False, True) if isinstance(spec, FlagSpec) else ()
-        for value in values:
-            if value != experiment.Params.defaults()[name]:
-                with contextlib.suppress(ParamsError):  # values that a rule refuses beside the others
-                    experiment.Params(**small(experiment) | {name: value})
-                    yield small(experiment) | {name: value}
-
-
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -81,7 +67,7 @@ def test_the_pretended_accelerator_refuses_what_real_ones_refuse(fault, words):
             fault(x)
 
 
-@pytest.mark.skipif(not ACCELERATORS, reason="this machine has no accelerator: how one rounds was not compared with the CPU")
+@pytest.mark.skipif(not ACCELERATORS, reason="no accelerator here: how one rounds was not compared with the CPU")
 @pytest.mark.parametrize("name", NAMES if ACCELERATORS else ["every experiment"])
 @pytest.mark.parametrize("device", ACCELERATORS or ["none"])
 def test_a_seed_means_the_same_numbers_as_on_the_cpu(device, name):

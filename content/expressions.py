@@ -1,8 +1,9 @@
-"""Arithmetic that an author or a reader types: numbers, names, + - * / // % **, min, max. Nothing is executed."""
+"""Arithmetic that an author or a reader types: numbers, names, + - * / // % **, min, max, sqrt. Nothing is executed."""
 
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fractions import Fraction
@@ -49,7 +50,7 @@ def _parse(text: str) -> ast.expr:
     if len(text) > MAX_LENGTH:
         raise ValueError(f"an expression has at most {MAX_LENGTH} characters")
     if not _ALLOWED.fullmatch(text) or text.count("(") > 20:
-        raise ValueError(f"{text!r}: only numbers, names, + - * / // % **, min, max and brackets are read here")
+        raise ValueError(f"{text!r}: only numbers, names, + - * / // % **, min, max, sqrt and brackets are read here")
     if re.search(r"(?<![A-Za-z_\d])\d[\d.]*(?:[A-Za-z]|_(?!\d))", re.sub(r"\d[eE][-+]?\d", "0", text)):
         raise ValueError(f"{text!r}: a name can't begin with a digit; write the product with *")
     try:
@@ -87,12 +88,15 @@ def _step(node: ast.expr, names: Mapping[str, Value], text: str) -> Value:
     if (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
-        and node.func.id in _FUNCTIONS
+        and node.func.id in (*_FUNCTIONS, "sqrt")
         and node.args
         and not node.keywords
     ):
-        return _FUNCTIONS[node.func.id](_value(a, names, text) for a in node.args)
-    raise ValueError(f"{text!r}: only numbers, names, + - * / // % **, min, max and brackets are read here")
+        given = [_value(a, names, text) for a in node.args]
+        if node.func.id == "sqrt":
+            return _root(given, text)
+        return _FUNCTIONS[node.func.id](given)
+    raise ValueError(f"{text!r}: only numbers, names, + - * / // % **, min, max, sqrt and brackets are read here")
 
 
 def _bounded(value: Value, text: str) -> Value:
@@ -101,6 +105,18 @@ def _bounded(value: Value, text: str) -> Value:
     if isinstance(value, Fraction) and value.denominator > MAX_SIZE:
         raise ValueError(f"{text!r} needs a denominator above 1e300")
     return value
+
+
+def _root(given: list[Value], text: str) -> Value:
+    """The square root; of a square of whole numbers it is exact."""
+    if len(given) != 1 or given[0] < 0:
+        raise ValueError(f"{text!r}: sqrt takes one number that is not negative")
+    (value,) = given
+    if not isinstance(value, float):
+        exact = Fraction(math.isqrt(Fraction(value).numerator), math.isqrt(Fraction(value).denominator))
+        if exact**2 == value:
+            return exact
+    return math.sqrt(value)
 
 
 def _divide(left: Value, right: Value) -> Value:

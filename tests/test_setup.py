@@ -446,6 +446,44 @@ def test_a_chromium_that_does_not_start_is_not_one(monkeypatch, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# A database
+
+
+def database_machine(monkeypatch, tmp_path, *, root, apt_brings=False):
+    """A pretended machine without PostgreSQL; returns the commands that were run on it."""
+    ran = []
+    monkeypatch.setattr(setup_env, "_DEBIANS_POSTGRESQL", tmp_path)
+    monkeypatch.setattr(setup_env.os, "geteuid", lambda: 0 if root else 1000, raising=False)
+    monkeypatch.setattr(setup_env.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "apt-get" else None)
+
+    def run(command, **kw):
+        ran.append(command[:2])
+        if command[:2] == ["apt-get", "install"] and apt_brings:
+            for version in ("9.6", "15"):
+                (tmp_path / version / "bin").mkdir(parents=True)
+                (tmp_path / version / "bin" / "initdb").write_text("")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(setup_env.subprocess, "run", run)
+    return ran
+
+
+def test_root_gets_debians_postgresql_once_and_the_newest_is_used(monkeypatch, tmp_path):
+    ran = database_machine(monkeypatch, tmp_path, root=True, apt_brings=True)
+    setup_env.ensure_postgresql()
+    setup_env.ensure_postgresql()
+    assert ran == APT
+    assert setup_env.find_postgresql() == tmp_path / "15" / "bin"
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_no_database_at_all_is_an_error_that_says_what_to_install(monkeypatch, tmp_path, root):
+    database_machine(monkeypatch, tmp_path, root=root)
+    with pytest.raises(setup_env.SetupError, match="Install postgresql"):
+        setup_env.ensure_postgresql()
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # The files beside it
 
 

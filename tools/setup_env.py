@@ -1,6 +1,6 @@
 """Make ``.venv`` as the app, and the tests, need it; do nothing when it is ready. ``make`` calls this.
 
-    python tools/setup_env.py [--tests]        --tests adds what the tests need, a Chromium among it
+    python tools/setup_env.py [--tests]        --tests adds what the tests need, Chromium and PostgreSQL among it
 
 Standard library only. It decides which build of torch this machine gets, installs it, and leaves ``.venv/setup.json``
 behind: what was installed, for which requirements. That file says "installing" until all is done, so whatever was
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 _SUPPORTED = ((3, 11), (3, 12), (3, 13))  # an older one must still be able to read this file, to say so
 _PAGE_SECONDS = 3.0
+_DEBIANS_POSTGRESQL = Path("/usr/lib/postgresql")
 _CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -110,6 +111,18 @@ def find_chromium() -> str | None:
         if path and output([path, "--version"]) is not None:
             return path
     return None
+
+
+def find_postgresql() -> Path | None:
+    """The folder of PostgreSQL's own programs: the newest of Debian's, which are not on the PATH, else one that is."""
+    folders = sorted(_DEBIANS_POSTGRESQL.glob("*/bin"), key=lambda path: int(path.parent.name.split(".")[0]))
+    on_path = shutil.which("initdb")
+    found = [
+        path
+        for path in (*reversed(folders), *([Path(on_path).parent] if on_path else []))
+        if (path / "initdb").exists()
+    ]
+    return found[0] if found else None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -312,17 +325,9 @@ def ensure_chromium(python: Path) -> None:
     """
     if find_chromium():
         return
-    is_root = hasattr(os, "geteuid") and os.geteuid() == 0
-    if is_root and shutil.which("apt-get"):
-        say("no Chromium here: installing Debian's package, with Chinese fonts")
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        for command in (
-            ["apt-get", "update"],
-            ["apt-get", "install", "-y", "--no-install-recommends", "chromium", "fonts-noto-cjk"],
-        ):
-            subprocess.run(command, env=environment, check=False)  # judged by what is there afterwards
-        if find_chromium():
-            return
+    why = "no Chromium here: installing Debian's package, with Chinese fonts"
+    if _debian(why, "chromium", "fonts-noto-cjk") and find_chromium():
+        return
     say("no Chromium here: Playwright's own download")
     done = subprocess.run([str(python), "-m", "playwright", "install", "chromium"], check=False)
     if done.returncode != 0:
@@ -330,6 +335,33 @@ def ensure_chromium(python: Path) -> None:
             "no Chromium for the browser tests.\n"
             "Install chromium or google-chrome by your system's package manager, then call again."
         )
+
+
+def ensure_postgresql() -> None:
+    """See to a PostgreSQL server for the tests, which start one of their own: the system's, else Debian's when root.
+
+    Raises: SetupError when none can be had; the tests of the database are never left out.
+    """
+    if find_postgresql():
+        return
+    if _debian("no PostgreSQL here: installing Debian's package", "postgresql") and find_postgresql():
+        return
+    raise SetupError(
+        "no PostgreSQL server for the tests (they start one of their own; initdb was not found).\n"
+        "Install postgresql by your system's package manager, then call again."
+    )
+
+
+def _debian(why: str, *packages: str) -> bool:
+    """Install packages where that is possible; whether it was tried."""
+    is_root = hasattr(os, "geteuid") and os.geteuid() == 0
+    if not (is_root and shutil.which("apt-get")):
+        return False
+    say(why)
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", *packages]):
+        subprocess.run(command, env=environment, check=False)  # judged by what is there afterwards
+    return True
 
 
 @contextlib.contextmanager
@@ -381,6 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             set_up(venv, options.tests)
             if options.tests:
                 ensure_chromium(venv_python(venv))
+                ensure_postgresql()
     except SetupError as error:
         for line in str(error).splitlines():
             say(line)

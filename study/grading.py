@@ -1,0 +1,123 @@
+"""How right an answer is, and what the reader is told about each part of it.
+
+Every grade is between 0 and 1. A choice of several options gains a part for each right one that is chosen and loses one
+for each wrong one, not below 0. An order's grade is the share of neighbouring pairs that stand as they belong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from study import answers
+from study.items import ChoiceQuestion, ClozeQuestion, NumericQuestion, OrderQuestion, PredictQuestion, ShapeQuestion
+
+LARGER, SMALLER = "larger", "smaller"
+NEAR = 2.0  # a predicted value within this factor of the measured one earns half the grade
+RIGHT_WITHIN = 0.1  # and within this share of it the whole
+
+
+@dataclass(frozen=True)
+class Grade:
+    """``score`` from 0 to 1; ``low`` and ``high`` are what would have been accepted, of a number."""
+
+    score: float
+    low: float | None = None
+    high: float | None = None
+    first_wrong: int | None = None  # of an order: the first place that holds another step
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing is missing and nothing is wrong."""
+        return self.score == 1
+
+
+def choice(question: ChoiceQuestion, chosen: Collection[int]) -> Grade:
+    """The options chosen, by their place as shown.
+
+    Raises: Unreadable when none is, or several of a question that has one right option.
+    """
+    if not chosen:
+        raise answers.Unreadable("answer_empty")
+    if len(chosen) > 1 and not question.multi:
+        raise answers.Unreadable("answer_one_option")
+    right = {place for place, option in enumerate(question.options) if option.right}
+    gained = len(right & set(chosen)) - len(set(chosen) - right)
+    return Grade(max(0.0, gained / len(right)))
+
+
+def cloze(question: ClozeQuestion, chosen: Sequence[int | None]) -> Grade:
+    """An option for each hole, by its place as shown.
+
+    Raises: Unreadable while a hole is open.
+    """
+    if len(chosen) != len(question.holes) or None in chosen:
+        raise answers.Unreadable("answer_open_hole")
+    right = [
+        bool(options[place].right) for options, place in zip(question.holes, chosen, strict=True) if place is not None
+    ]
+    return Grade(sum(right) / len(right))
+
+
+def order(question: OrderQuestion, arranged: Sequence[int]) -> Grade:
+    """The shown steps as the reader has arranged them, each by its place as shown.
+
+    Raises: Unreadable unless each step stands there once.
+    """
+    if sorted(arranged) != list(range(len(question.steps))):
+        raise answers.Unreadable("answer_every_step_once")
+    places = [question.places[shown] for shown in arranged]
+    pairs = [after == before + 1 for before, after in itertools.pairwise(places)]
+    wrong = next((place for place, step in enumerate(places) if step != place), None)
+    return Grade(sum(pairs) / len(pairs), first_wrong=wrong)
+
+
+def numeric(question: NumericQuestion, text: str, measured: float) -> Grade:
+    """A number against the one that the engine has measured with the drawn values.
+
+    Raises: Unreadable.
+    """
+    given = answers.number(text, question.unit)
+    low, high = accepted(measured, question.rel_tol)
+    return Grade(float(low <= given <= high), low, high)
+
+
+def accepted(measured: float, rel_tol: float) -> tuple[float, float]:
+    """What is accepted as the measured value, both ends included."""
+    width = abs(measured) * rel_tol
+    return measured - width, measured + width
+
+
+def predicted_value(question: PredictQuestion, text: str, measured: float, unit: str) -> Grade:
+    """A predicted value: right within a tenth, half right within a factor of two. Nothing is failed for being bold.
+
+    Raises: Unreadable.
+    """
+    given = answers.number(text, unit)
+    low, high = accepted(measured, RIGHT_WITHIN)
+    if low <= given <= high:
+        return Grade(1.0, low, high)
+    near = measured != 0 and given != 0 and 1 / NEAR <= given / measured <= NEAR
+    return Grade(0.5 if near else 0.0, low, high)
+
+
+def predicted_direction(direction: str, measured: float) -> Grade:
+    """Larger or smaller than what the claim compares with; ``measured`` is the ratio.
+
+    Raises: Unreadable unless it is one of the two.
+    """
+    if direction not in (LARGER, SMALLER):
+        raise answers.Unreadable("answer_empty")
+    return Grade(float(math.isfinite(measured) and (measured > 1) == (direction == LARGER) and measured != 1))
+
+
+def sizes(question: ShapeQuestion, text: str) -> Grade:
+    """A shape or a count.
+
+    Raises: Unreadable.
+    """
+    kind = question.item.kind
+    judge = answers.is_shape if kind == "shape" else answers.is_count
+    return Grade(float(judge(text, question.answer, question.drawn, question.others)))

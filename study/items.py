@@ -1,0 +1,234 @@
+"""Quiz items out of cards, and one item made ready to be asked.
+
+An item belongs to a card and keeps its id for ever: reviews in a reader's log name it. Written items carry the id that
+the author gave; made ones are called after what they are made of: a mistake, ``order`` or ``recall``.
+
+Everything that chance decides in a question (the order of options, drawn sizes) follows from the item and a number of
+the attempt, so that a question that was left half answered comes back as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from content.bindings import Hole, format_number, scan
+from content.schema import (
+    Card,
+    Choice,
+    Claim,
+    Cloze,
+    KeyPoint,
+    Mistake,
+    Numeric,
+    Option,
+    Predict,
+    Scalar,
+    Shape,
+    Step,
+    Text,
+    draws,
+)
+
+KINDS = ("choice", "numeric", "predict", "order", "cloze", "shape", "count", "recall")
+TRUE_SENTENCES = 3  # beside the wrong one, in an item that is made of a mistake
+MOST_OTHER_DRAWS = 5  # at which an expression is compared with the author's
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something to be asked. ``made_of`` is the written item, the mistake, or the card's steps or key points."""
+
+    card: str
+    name: str
+    kind: str
+    made_of: Choice | Numeric | Predict | Cloze | Shape | Mistake | tuple[Step, ...] | tuple[KeyPoint, ...]
+
+    @property
+    def id(self) -> str:
+        """What the log calls it."""
+        return f"{self.card}/{self.name}"
+
+
+def items_of(card: Card) -> tuple[Item, ...]:
+    """All items of a card: the written ones, one for each mistake, the derivation's order, and recall."""
+    found = [Item(card.id, item.id, item.kind, item) for item in card.quiz]
+    found += [Item(card.id, mistake.id, "choice", mistake) for mistake in card.mistakes]
+    if len(card.derivation) >= 3:
+        found.append(Item(card.id, "order", "order", card.derivation))
+    return (*found, Item(card.id, "recall", "recall", card.key_points))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Questions
+
+
+@dataclass(frozen=True)
+class ChoiceQuestion:
+    """Options in the order in which they are shown. ``prompt`` is None where the interface has the words: which of
+    these sentences is wrong."""
+
+    item: Item
+    prompt: Text | None
+    options: tuple[Option, ...]
+    multi: bool
+
+
+@dataclass(frozen=True)
+class NumericQuestion:
+    """A number that the engine is to be asked for: that of ``claim``, whose params hold what was drawn."""
+
+    item: Item
+    prompt: Text
+    drawn: Mapping[str, Scalar]
+    claim: Claim
+    rel_tol: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class PredictQuestion:
+    """A value, or a direction, that the reader commits to before the claim is run."""
+
+    item: Item
+    prompt: Text
+    claim: Claim
+    ask: str
+
+
+@dataclass(frozen=True)
+class OrderQuestion:
+    """Steps in the order in which they are shown; ``places[i]`` is where the shown step i belongs."""
+
+    item: Item
+    steps: tuple[Step, ...]
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ClozeQuestion:
+    """Code with one or two holes, for each hole its options as shown."""
+
+    item: Item
+    prompt: Text
+    code: str
+    holes: tuple[tuple[Option, ...], ...]
+
+
+@dataclass(frozen=True)
+class ShapeQuestion:
+    """A shape or a count of the drawn sizes; an expression is compared at ``others`` too."""
+
+    item: Item
+    prompt: Text
+    drawn: Mapping[str, Scalar]
+    others: tuple[Mapping[str, Scalar], ...]
+    answer: str
+
+
+@dataclass(frozen=True)
+class RecallQuestion:
+    """The card's question, answered aloud or in writing, and the points that a complete answer has."""
+
+    item: Item
+    prompt: Text
+    points: tuple[KeyPoint, ...]
+
+
+Question = (
+    ChoiceQuestion | NumericQuestion | PredictQuestion | OrderQuestion | ClozeQuestion | ShapeQuestion | RecallQuestion
+)
+
+
+def pose(item: Item, card: Card, attempt: int, *, accepts: Any = None) -> Question:
+    """An item made ready to be asked; the same attempt is the same question.
+
+    ``accepts(experiment, params)`` says which drawn parameters the engine takes; without it all are taken.
+    """
+    chance = random.Random(_seed(item.id, attempt))
+    made_of = item.made_of
+    if isinstance(made_of, Mistake):
+        return ChoiceQuestion(item, None, _shuffled(_around(made_of, card), chance), multi=False)
+    if isinstance(made_of, Choice):
+        return ChoiceQuestion(item, made_of.prompt, _shuffled(made_of.options, chance), made_of.multi)
+    if isinstance(made_of, Cloze):
+        holes = tuple(_shuffled(options, chance) for options in made_of.holes)
+        return ClozeQuestion(item, made_of.prompt, made_of.code, holes)
+    if isinstance(made_of, Numeric):
+        claim = card.claim(made_of.answer_from)
+        drawn = _draw(made_of.vary, chance, lambda some: not accepts or accepts(claim, some))
+        asked = claim.model_copy(update={"params": {**claim.params, **drawn}})
+        return NumericQuestion(item, filled(made_of.prompt, drawn), drawn, asked, made_of.rel_tol, made_of.unit)
+    if isinstance(made_of, Predict):
+        return PredictQuestion(item, made_of.prompt, card.claim(made_of.claim), made_of.ask)
+    if isinstance(made_of, Shape):
+        every = list(draws(made_of.vary))
+        drawn = chance.choice(every)
+        others = tuple(chance.sample(every, min(MOST_OTHER_DRAWS, len(every))))
+        return ShapeQuestion(item, filled(made_of.prompt, drawn), drawn, others, made_of.answer)
+    if item.kind == "order":
+        steps = card.derivation
+        places = list(range(len(steps)))
+        while places == sorted(places):
+            chance.shuffle(places)
+        return OrderQuestion(item, tuple(steps[place] for place in places), tuple(places))
+    return RecallQuestion(item, card.question, card.key_points)
+
+
+def _seed(*parts: object) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(map(str, parts)).encode()).digest()[:8])
+
+
+def _shuffled(options: Sequence[Option], chance: random.Random) -> tuple[Option, ...]:
+    return tuple(chance.sample(options, len(options)))
+
+
+def _draw(vary: Any, chance: random.Random, accepted: Any) -> dict[str, Scalar]:
+    """One of the draws that the engine accepts.
+
+    Raises: ValueError when it accepts none, which the content check rules out.
+    """
+    every = list(draws(vary))
+    chance.shuffle(every)
+    for drawn in every:
+        if accepted(drawn):
+            return drawn
+    raise ValueError("the engine accepts none of the values that can be drawn")
+
+
+def _around(mistake: Mistake, card: Card) -> tuple[Option, ...]:
+    """The mistake among true sentences of the card, those of its own length: the wrong one is to be found."""
+    wrong = Option(text=mistake.wrong, right=True, why=_joined(mistake.right, mistake.why))
+    points = sorted(card.key_points, key=lambda point: abs(_length(point.point) - _length(mistake.wrong)))
+    return (wrong, *(Option(text=p.point, right=False, why=card.short_answer) for p in points[:TRUE_SENTENCES]))
+
+
+def _length(text: Text) -> float:
+    return len(text.en) + 2 * len(text.zh)  # a Chinese sentence has about half the characters
+
+
+def _joined(*texts: Text) -> Text:
+    return Text(en="\n\n".join(t.en.strip() for t in texts), zh="\n\n".join(t.zh.strip() for t in texts))
+
+
+def filled(prompt: Text, drawn: Mapping[str, Scalar]) -> Text:
+    """A prompt with its holes filled."""
+    return Text(en=_filled(prompt.en, drawn, "en"), zh=_filled(prompt.zh, drawn, "zh"))
+
+
+def _filled(text: str, drawn: Mapping[str, Scalar], language: str) -> str:
+    return "".join(_pieces(text, drawn, language))
+
+
+def _pieces(text: str, drawn: Mapping[str, Scalar], language: str) -> Iterator[str]:
+    for piece in scan(text):
+        if isinstance(piece, Hole):
+            value = drawn[piece.name]
+            yield format_number(value, piece.format, language) if isinstance(value, (int, float)) else str(value)
+        elif isinstance(piece, str):
+            yield piece
+        else:
+            yield getattr(piece, "source", "")

@@ -1,0 +1,183 @@
+"""The log's laws: what is computed depends on the set of events alone, and every line of it is read for ever."""
+
+import random
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from study import events as ev
+from study.events import BadLine, read_line, read_lines, write_line
+from study.progress import DEFAULTS, fold
+
+COMMITTED = Path(__file__).parent / "log-v1.jsonl"
+START = datetime(2026, 3, 1, 8, tzinfo=UTC)
+ITEMS = ("a-card/one", "a-card/two", "b-card/one")
+
+ids = st.integers(0, 2**128 - 1).map("{:032x}".format)
+times = st.integers(0, 60).map(lambda minutes: START + timedelta(minutes=minutes))  # few: equal times do occur
+reviews = st.builds(
+    ev.Review,
+    id=ids,
+    at=times,
+    item=st.sampled_from(ITEMS),
+    mode=st.sampled_from(["review", "practice", "exam"]),
+    score=st.floats(0, 1),
+    rating=st.integers(1, 4),
+    counts=st.booleans(),
+)
+settings = st.builds(
+    ev.Setting, id=ids, at=times, name=st.sampled_from(["retention", "new_a_day"]), value=st.floats(0.7, 0.97)
+)
+predictions = st.builds(
+    ev.Prediction,
+    id=ids,
+    at=times,
+    experiment=st.just("qk_variance"),
+    metric=st.just("logits_std"),
+    predicted=st.floats(-9, 9),
+    measured=st.floats(-9, 9),
+)
+exams = st.builds(
+    ev.Exam, id=st.just("e" * 32), at=times, items=st.just(((ITEMS[0], 0), (ITEMS[1], 3))), minutes=st.just(9)
+)
+sheets = st.builds(
+    ev.Sheet,
+    id=ids,
+    at=times,
+    exam=st.just("e" * 32),
+    place=st.integers(0, 3),
+    answer=st.text(max_size=3),
+    flagged=st.booleans(),
+)
+handed_in = st.builds(ev.Submitted, id=ids, at=times, exam=st.just("e" * 32))
+
+
+@st.composite
+def logs(draw):
+    """Events of every kind; some reviews are taken back, some twice, and one undo is of a review that is not there."""
+    events = draw(st.lists(st.one_of(reviews, reviews, settings, predictions, exams, sheets, handed_in), max_size=25))
+    targets = [event.id for event in events if isinstance(event, ev.Review)] + ["f" * 32]
+    undone = draw(st.lists(st.sampled_from(targets), max_size=4))
+    undos = [ev.Undo(at=draw(times), of=target) for target in undone]
+    return [*events, *undos]
+
+
+def union(*some):
+    """The events of several logs, each id once, the first of it."""
+    return list({event.id: event for log in reversed(some) for event in reversed(log)}.values())
+
+
+@given(logs(), st.randoms(use_true_random=False))
+def test_the_order_of_arrival_changes_nothing(log, chance):
+    unique = union(log)
+    shuffled = chance.sample(unique, len(unique))
+    assert fold(shuffled) == fold(unique)
+
+
+@given(logs(), logs())
+def test_merging_twice_is_merging_once(one, other):
+    merged = union(one, other)
+    assert fold([*merged, *merged, *one]) == fold(merged) == fold([*one, *other])
+
+
+@given(logs())
+def test_a_review_that_is_taken_back_might_never_have_been(log):
+    unique = union(log)
+    undone = {event.of for event in unique if isinstance(event, ev.Undo)}
+    without = [e for e in unique if not isinstance(e, ev.Undo) and e.id not in undone]
+    with_undo, never = fold(unique), fold(without)
+    assert with_undo.reviews == never.reviews
+    assert with_undo.past == never.past
+    assert with_undo.settings == never.settings
+    assert not {review.id for review in with_undo.reviews} & undone
+
+
+@given(logs())
+def test_a_log_comes_back_from_its_lines(log):
+    assert list(read_lines(write_line(event) for event in log)) == log
+
+
+def test_only_what_counts_moves_dates():
+    counting, not_counting = (
+        ev.Review(at=START, item=ITEMS[0], mode="practice", score=1, rating=3, counts=counts)
+        for counts in (True, False)
+    )
+    progress = fold([counting, not_counting])
+    assert progress.past[ITEMS[0]] == ((START, 3),)
+    assert len(progress.by_item[ITEMS[0]]) == 2
+
+
+def test_the_last_setting_counts_and_the_others_are_defaults():
+    first, second = (
+        ev.Setting(at=START + timedelta(days=day), name="retention", value=value)
+        for day, value in ((0, 0.8), (1, 0.95))
+    )
+    progress = fold([second, first])
+    assert progress.setting("retention") == 0.95
+    assert progress.setting("new_a_day") == DEFAULTS["new_a_day"]
+
+
+def test_an_exam_holds_the_last_of_each_place_and_the_first_submission():
+    exam = ev.Exam(at=START, items=((ITEMS[0], 0), (ITEMS[1], 1)), minutes=10)
+    sheet = [
+        ev.Sheet(at=START + timedelta(minutes=1), exam=exam.id, place=0, answer="b"),
+        ev.Sheet(at=START + timedelta(minutes=2), exam=exam.id, place=0, answer="c", flagged=True),
+        ev.Sheet(at=START + timedelta(minutes=1), exam=exam.id, place=7, answer="there is no such place"),
+        ev.Submitted(at=START + timedelta(minutes=4), exam=exam.id),
+        ev.Submitted(at=START + timedelta(minutes=3), exam=exam.id),
+    ]
+    (state,) = fold([exam, *reversed(sheet)]).exams
+    assert state.answers == {0: "c"}
+    assert state.flagged == {0}
+    assert state.submitted == START + timedelta(minutes=3)
+
+
+def test_times_are_kept_in_utc_whatever_their_zone():
+    east = ev.Opened(at=datetime(2026, 3, 1, 16, tzinfo=timezone(timedelta(hours=8))), card="a-card")
+    assert east.at == START
+    assert east.at.tzinfo is UTC
+    assert read_line(write_line(east)) == east
+    with pytest.raises(ValueError, match="timezone"):
+        ev.Opened(at=datetime(2026, 3, 1), card="a-card")
+
+
+def test_a_log_of_this_version_is_read_for_ever():
+    """The committed file has every kind of event. It is never changed: a new form is a new file beside it."""
+    lines = COMMITTED.read_text("utf-8").splitlines()
+    events = [read_line(line, number) for number, line in enumerate(lines, start=1)]
+    assert {event.kind for event in events} == {
+        "review", "undo", "prediction", "setting", "exam", "sheet", "submitted", "report", "measured", "opened",
+    }  # fmt: skip
+    assert [write_line(event) for event in events] == lines
+    progress = fold(random.Random(1).sample(events, len(events)))
+    assert progress.undone == 1
+    assert len(progress.reviews) == 2
+    assert progress.setting("interview") == "2026-04-01"
+    assert progress.exams[0].submitted is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("", "log_line_damaged"),
+        ("{}", "log_line_damaged"),
+        ("[1, 2]", "log_line_damaged"),
+        ("not json", "log_line_damaged"),
+        ('{"v":1,"id":"' + "0" * 32 + '","at":"2026-03-01T08:00:00Z","kind":"opened"}', "log_line_damaged"),
+        ('{"v":1,"id":"short","at":"2026-03-01T08:00:00Z","kind":"opened","card":"a"}', "log_line_damaged"),
+        ('{"v":2,"id":"' + "0" * 32 + '","at":"2026-03-01T08:00:00Z","kind":"opened","card":"a"}', "log_line_newer"),
+        ('{"v":1,"id":"' + "0" * 32 + '","at":"2026-03-01T08:00:00Z","kind":"dreamt"}', "log_line_newer"),
+        (
+            '{"v":1,"id":"' + "0" * 32 + '","at":"2026-03-01T08:00:00Z","kind":"opened","card":"a","x":1}',
+            "log_line_damaged",
+        ),
+        ('{"kind":"opened","card":"' + "a" * 200_000 + '"}', "log_line_too_long"),
+    ],
+)
+def test_a_line_that_is_no_event_is_refused_with_its_number(line, reason):
+    with pytest.raises(BadLine) as refused:
+        read_line(line, 7)
+    assert (refused.value.line, refused.value.reason) == (7, reason)

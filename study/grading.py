@@ -10,7 +10,10 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from claims.verify import verify
+from content.schema import Claim
 from study import answers
 from study.items import ChoiceQuestion, ClozeQuestion, NumericQuestion, OrderQuestion, PredictQuestion, ShapeQuestion
 
@@ -72,6 +75,14 @@ def order(question: OrderQuestion, arranged: Sequence[int]) -> Grade:
     pairs = [after == before + 1 for before, after in itertools.pairwise(places)]
     wrong = next((place for place, step in enumerate(places) if step != place), None)
     return Grade(sum(pairs) / len(pairs), first_wrong=wrong)
+
+
+def measure(card: str, claim: Claim, **runner_options: Any) -> float:
+    """What the engine measures for a claim now: the number that an answer is held against.
+
+    Raises: what ``claims.verify.verify`` raises.
+    """
+    return verify(claim, card, cached=True, **runner_options).value
 
 
 def numeric(question: NumericQuestion, text: str, measured: float) -> Grade:

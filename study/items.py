@@ -9,11 +9,11 @@ the attempt, so that a question that was left half answered comes back as it was
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from content.bindings import Hole, format_number, scan
 from content.schema import (
@@ -32,6 +32,8 @@ from content.schema import (
     Text,
     draws,
 )
+from engine import registry
+from engine.base import ParamsError
 
 KINDS = ("choice", "numeric", "predict", "order", "cloze", "shape", "count", "recall")
 TRUE_SENTENCES = 3  # beside the wrong one, in an item that is made of a mistake
@@ -143,11 +145,8 @@ Question = (
 )
 
 
-def pose(item: Item, card: Card, attempt: int, *, accepts: Any = None) -> Question:
-    """An item made ready to be asked; the same attempt is the same question.
-
-    ``accepts(experiment, params)`` says which drawn parameters the engine takes; without it all are taken.
-    """
+def pose(item: Item, card: Card, attempt: int) -> Question:
+    """An item made ready to be asked; the same attempt is the same question."""
     chance = random.Random(_seed(item.id, attempt))
     made_of = item.made_of
     if isinstance(made_of, Mistake):
@@ -159,8 +158,7 @@ def pose(item: Item, card: Card, attempt: int, *, accepts: Any = None) -> Questi
         return ClozeQuestion(item, made_of.prompt, made_of.code, holes)
     if isinstance(made_of, Numeric):
         claim = card.claim(made_of.answer_from)
-        drawn = _draw(made_of.vary, chance, lambda some: not accepts or accepts(claim, some))
-        asked = claim.model_copy(update={"params": {**claim.params, **drawn}})
+        drawn, asked = _draw(made_of, claim, chance)
         return NumericQuestion(item, filled(made_of.prompt, drawn), drawn, asked, made_of.rel_tol, made_of.unit)
     if isinstance(made_of, Predict):
         return PredictQuestion(item, made_of.prompt, card.claim(made_of.claim), made_of.ask)
@@ -186,17 +184,19 @@ def _shuffled(options: Sequence[Option], chance: random.Random) -> tuple[Option,
     return tuple(chance.sample(options, len(options)))
 
 
-def _draw(vary: Any, chance: random.Random, accepted: Any) -> dict[str, Scalar]:
-    """One of the draws that the engine accepts.
+def _draw(made_of: Numeric, claim: Claim, chance: random.Random) -> tuple[dict[str, Scalar], Claim]:
+    """One of the draws that the engine accepts, and the claim with it.
 
     Raises: ValueError when it accepts none, which the content check rules out.
     """
-    every = list(draws(vary))
+    every = list(draws(made_of.vary))
     chance.shuffle(every)
     for drawn in every:
-        if accepted(drawn):
-            return drawn
-    raise ValueError("the engine accepts none of the values that can be drawn")
+        asked = claim.model_copy(update={"params": {**claim.params, **drawn}})
+        with contextlib.suppress(ParamsError):
+            registry.get(claim.experiment).Params.from_mapping(asked.params)
+            return drawn, asked
+    raise ValueError(f"{made_of.id}: {claim.experiment} accepts none of the values that can be drawn")
 
 
 def _around(mistake: Mistake, card: Card) -> tuple[Option, ...]:

@@ -511,7 +511,7 @@ def test_pins():
 
 def test_constraints_cover_what_is_required_and_say_no_build():
     constraints = dict(line.split("==") for line in lines("constraints.txt"))
-    named = {re.split(r"[<>=!~\s]", line)[0].lower() for f in REQUIREMENTS for line in lines(f)}
+    named = {re.split(r"[\[<>=!~\s]", line)[0].lower() for f in REQUIREMENTS for line in lines(f)}
     assert named - {"--find-links"} <= {name.lower() for name in constraints}
     assert not any("+" in version for version in constraints.values())
 

@@ -114,7 +114,7 @@ def test_holes_are_right_for_their_options_and_wrong_for_all_else(name):
 
 @of("order")
 def test_an_order_is_right_as_the_card_has_it_and_wrong_else(name):
-    item, card = ITEMS[name]
+    _, card = ITEMS[name]
     for attempt in ATTEMPTS:
         question = asked(name, attempt)
         assert isinstance(question, OrderQuestion)
@@ -186,7 +186,7 @@ def test_numbers_are_right_for_a_run_of_the_tests_own_and_wrong_beside_it(name):
 
 @of("predict")
 def test_predictions_are_held_against_the_run(name):
-    item, card = ITEMS[name]
+    _, card = ITEMS[name]
     question = asked(name)
     assert isinstance(question, PredictQuestion)
     measured = receipts.load(card.id).claims[question.claim.id].value

@@ -57,11 +57,12 @@ def test_new_items_met_today_are_off_the_number_of_the_day(known):
 
 
 def test_what_is_learned_now_comes_first_and_then_what_is_most_forgotten(known):
-    learning, old, older, *_ = {desk.card_of(item): item for item in known}.values()  # one of each card
+    learning, old, older, another, *_ = {desk.card_of(item): item for item in known}.values()  # one of each card
     log = [
         review(old, START - timedelta(days=40)),
         review(older, START - timedelta(days=80)),
         review(learning, START - timedelta(minutes=5), rating=1),
+        Review(at=START - timedelta(minutes=1), item=another, mode="practice", score=1, rating=3, counts=False),
     ]
     assert desk.today(known, fold([new_a_day(0), *log]), START, UTC).due == (learning, older, old)
 

@@ -14,8 +14,19 @@ from typing import Any
 
 from claims.verify import verify
 from content.schema import Claim
+from engine import registry
 from study import answers
-from study.items import ChoiceQuestion, ClozeQuestion, NumericQuestion, OrderQuestion, PredictQuestion, ShapeQuestion
+from study.items import (
+    ChoiceQuestion,
+    ClozeQuestion,
+    NumericQuestion,
+    OrderQuestion,
+    PredictQuestion,
+    Question,
+    RecallQuestion,
+    ShapeQuestion,
+)
+from study.schedule import AGAIN, GOOD, HARD
 
 LARGER, SMALLER = "larger", "smaller"
 NEAR = 2.0  # a predicted value within this factor of the measured one earns half the grade
@@ -132,3 +143,67 @@ def sizes(question: ShapeQuestion, text: str) -> Grade:
     kind = question.item.kind
     judge = answers.is_shape if kind == "shape" else answers.is_count
     return Grade(float(judge(text, question.answer, question.drawn, question.others)))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Answers as the log and an exam's sheet keep them: one text each
+
+
+def places(answer: str) -> list[int]:
+    """Options, or steps in their order, by their places as shown: ``2,0,1``. What is no place is left out."""
+    return [int(part) for part in answer.split(",") if part.strip().isdecimal()]
+
+
+def wants_run(question: Question) -> bool:
+    """Whether the answer is held against a run of the engine."""
+    return isinstance(question, NumericQuestion | PredictQuestion)
+
+
+def unit_of(question: NumericQuestion | PredictQuestion) -> str:
+    """The unit in which a number is asked for. A claim that compares two runs is a ratio and has none."""
+    if isinstance(question, NumericQuestion):
+        return question.unit
+    claim = question.claim
+    return "1" if claim.versus else registry.get(claim.experiment).metric(claim.metric).unit
+
+
+def grade(question: Question, answer: str, measured: float | None = None) -> Grade:
+    """The grade of an answer; ``measured`` is what the engine said, where the question wants a run.
+
+    Raises: Unreadable; ValueError for a run that is missing, and for recall, which readers grade themselves.
+    """
+    if isinstance(question, ChoiceQuestion):
+        return choice(question, [place for place in places(answer) if place < len(question.options)])
+    if isinstance(question, ClozeQuestion):
+        return cloze(question, [*places(answer)])
+    if isinstance(question, OrderQuestion):
+        return order(question, places(answer))
+    if isinstance(question, ShapeQuestion):
+        return sizes(question, answer)
+    if measured is None or isinstance(question, RecallQuestion):
+        raise ValueError(f"{question.item.id}: no run to hold the answer against")
+    if isinstance(question, NumericQuestion):
+        return numeric(question, answer, measured)
+    if question.ask == "direction":
+        return predicted_direction(answer, measured)
+    return predicted_value(question, answer, measured, unit_of(question))
+
+
+def readable(question: Question, answer: str) -> None:
+    """Look whether an answer can be read, before the engine is asked.
+
+    Raises: Unreadable.
+    """
+    if isinstance(question, NumericQuestion):
+        answers.number(answer, question.unit)
+    elif isinstance(question, PredictQuestion) and question.ask == "direction":
+        predicted_direction(answer, 1.0)
+    elif isinstance(question, PredictQuestion):
+        answers.number(answer, unit_of(question))
+    elif not isinstance(question, RecallQuestion):
+        grade(question, answer)
+
+
+def suggested(score: float) -> int:
+    """The rating that fits a score; the reader may say otherwise."""
+    return GOOD if score == 1 else HARD if score >= 0.5 else AGAIN

@@ -29,6 +29,9 @@ class Log(Protocol):
     def events(self) -> list[Event]:
         """Everything, in the order of arrival."""
 
+    def size(self) -> int:
+        """How many events there are: another number is another log."""
+
     def append(self, events: Sequence[Event]) -> int:
         """Keep events, all or none; how many were new. What this returns for is safe from a killed process."""
 
@@ -47,6 +50,10 @@ class MemoryLog:
         """Everything, in the order of arrival."""
         with self._lock:
             return list(self._events.values())
+
+    def size(self) -> int:
+        """How many events there are."""
+        return len(self._events)
 
     def append(self, events: Sequence[Event]) -> int:
         """Keep events; how many were new."""
@@ -77,6 +84,16 @@ class SqlLog:
         mine = select(EVENTS.c.line).where(EVENTS.c.reader == self._reader).order_by(EVENTS.c.at, EVENTS.c.id)
         with self._engine.connect() as connection:
             return [read_line(line) for (line,) in connection.execute(mine)]
+
+    def size(self) -> int:
+        """How many events there are."""
+        from sqlalchemy import func, select
+
+        from study.database import EVENTS
+
+        with self._engine.connect() as connection:
+            count = select(func.count()).where(EVENTS.c.reader == self._reader)
+            return int(connection.execute(count).scalar_one())
 
     def append(self, events: Sequence[Event]) -> int:
         """Keep events in one transaction; how many were new."""

@@ -20,6 +20,7 @@ PAGES = {
     "home": ("app.py", ":material/home:"),
     "cards": ("pages/cards.py", ":material/style:"),
     "lab": ("pages/lab.py", ":material/science:"),
+    "quiz": ("pages/quiz.py", ":material/quiz:"),
     "claims": ("pages/claims.py", ":material/fact_check:"),
 }
 ICON = Path(__file__).parent / "icon.svg"
@@ -38,7 +39,7 @@ def page(page_id: str) -> Iterator[None]:
         st.code("\n".join(map(str, error.problems)), language=None, wrap_lines=True)
         st.stop()
     state.settle_language()
-    title = t(f"page_{page_id}")  # t("page_home") t("page_cards") t("page_lab") t("page_claims")
+    title = t(f"page_{page_id}")  # t("page_home") t("page_cards") t("page_lab") t("page_quiz") t("page_claims")
     st.set_page_config(
         page_title=t("app_title") if page_id == "home" else f"{title} · {t('app_title')}",
         page_icon=str(ICON),  # a file of our own: an icon by name is fetched from another host

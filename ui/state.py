@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import streamlit as st
@@ -19,6 +20,8 @@ from claims.verify import Verdict
 from content.schema import LANGUAGES
 from engine.base import Result
 from engine.runner import Job, RunSpec
+from study.log import Log
+from study.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,21 @@ class Shown:
 
 
 @dataclass
+class Asking:
+    """A question on the table. What is not here (which item, which attempt) follows from the log."""
+
+    item: str
+    attempt: int
+    began: float = field(default_factory=time.monotonic)
+    hints: int = 0
+    answer: str | None = None  # once it was given
+    at: datetime | None = None  # when the answer was shown: the time of its grade, so that a preview comes true
+    seconds: float = 0.0
+    measured: float | None = None  # what the engine said, where the answer wants a run
+    fault: tuple[str, dict[str, Any]] | None = None  # why an answer could not be read
+
+
+@dataclass
 class Reader:
     """One visit. Ids and small numbers only; results live in the shared cache."""
 
@@ -65,6 +83,11 @@ class Reader:
     refuted: set[str] = field(default_factory=set)  # mistakes whose counter-example was run
     predictions: list[Prediction] = field(default_factory=list)
     timer_started: float | None = None
+    log: Log | None = None  # of the reader's progress: ui/learner.py
+    log_failed: str = ""  # the kind of error that keeps progress from being kept
+    progress: tuple[int, Progress] | None = None  # what the log says, and of how many events
+    exam_runs: dict[str, dict[int, float]] = field(default_factory=dict)  # what the engine said, by exam and place
+    asking: dict[str, Asking] = field(default_factory=dict)  # the question on the table, by mode of the quiz
 
 
 _here = threading.local()  # the context of the script run in this thread, and the visit it belongs to

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from datetime import timedelta
 
 from claims.bind import format_number
 from content.schema import ExperimentText, NameText, Text
@@ -124,3 +125,13 @@ def error(exception: BaseException) -> str:
 def size(n_bytes: float) -> str:
     """Bytes in the largest binary unit that fits."""
     return format_number(n_bytes, "bytes", state.language())
+
+
+def span(time: timedelta) -> str:
+    """A time from now to a date: 10 min, 3 h, 8 d, 5 mo."""
+    minutes = time / timedelta(minutes=1)
+    for limit, size, unit in ((60, 1, "minutes"), (60 * 24, 60, "hours"), (60 * 24 * 60, 60 * 24, "days")):
+        if minutes < limit:
+            return t(f"span_{unit}", n=max(1, round(minutes / size)))
+    return t("span_months", n=round(minutes / 60 / 24 / 30.4))
+    # t("span_minutes") t("span_hours") t("span_days")

@@ -64,7 +64,7 @@ def test_the_same_event_counts_once(log):
     assert log.append([once]) == 1
     assert log.append([once, once]) == 0
     assert log.append([once, review(1)]) == 1
-    assert len(log.events()) == 2
+    assert len(log.events()) == log.size() == 2
 
 
 def test_an_import_is_a_union(log):

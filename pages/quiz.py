@@ -1,0 +1,6 @@
+"""The Quiz page."""
+
+from ui import frame, quiz
+
+with frame.page("quiz"):
+    quiz.draw()

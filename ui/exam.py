@@ -1,0 +1,318 @@
+"""The exam of the Quiz page: a number of items and a clock, an answer sheet, one submission, the wrong ones once more.
+
+The sheet is in the log: an exam goes on after a reload, on another page and on another machine. When the clock runs out
+the sheet counts as it stands, also where no page was open then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+
+import streamlit as st
+
+from content.schema import Card
+from engine.runner import Handle
+from study import desk, grading
+from study.answers import Unreadable
+from study.events import Exam, Review, Sheet, Submitted, now
+from study.grading import Grade
+from study.items import Item, Question, pose
+from study.progress import ExamState
+from study.schedule import AGAIN, GOOD
+from ui import asking, deck, engine, frame, jobbar, learner, state, text
+from ui.boundary import fragment
+from ui.text import say, t
+
+SIZES = (5, 10, 20, 40)
+MINUTES_AN_ITEM = 1.5
+MARKS = {"answered": ":material/check_box:", "open": ":material/check_box_outline_blank:", "flagged": ":material/flag:"}
+
+
+def draw() -> None:
+    """The exam that goes on, or the result of the last one and the beginning of another."""
+    exams = learner.progress().exams
+    running = next((exam for exam in reversed(exams) if exam.submitted is None), None)
+    if running is not None and now() >= _ends(running):
+        _hand_in(running)
+        running, exams = None, learner.progress().exams
+    if running is not None:
+        _sheet(running)
+        return
+    if exams:
+        _result(exams[-1])
+    _new()
+
+
+def _ends(exam: ExamState) -> datetime:
+    return exam.begun + timedelta(minutes=exam.minutes)
+
+
+def _items() -> dict[str, Item]:
+    """What a program can grade, of all cards."""
+    held = deck.deck()
+    return {name: item for name, item in desk.items(held.cards, held.topics).items() if item.kind != "recall"}
+
+
+def _question(item: str, attempt: int) -> tuple[Question, Card]:
+    card = deck.deck().cards[desk.card_of(item)]
+    return pose(_items()[item], card, attempt), card
+
+
+# -- a new one --------------------------------------------------------------------------------------------------------
+
+
+def _new() -> None:
+    st.subheader(t("exam_new"), anchor=False)
+    cards = deck.deck().cards
+    with st.form("exam-form", border=True):
+        topics = list(dict.fromkeys(card.topic for card in cards.values()))
+        st.pills(
+            t("topic"),
+            topics,
+            key="exam_topics",
+            selection_mode="multi",
+            format_func=lambda v: say(deck.deck().topics[v].title),
+            help=t("exam_topics_help"),
+        )
+        st.segmented_control(t("exam_size"), SIZES, default=10, key="exam_size", required=True)
+        st.number_input(t("exam_minutes"), 1, 240, 15, key="exam_minutes", help=t("exam_minutes_help"))
+        st.form_submit_button(t("exam_begin"), type="primary", icon=":material/timer:", on_click=_begin)
+
+
+def _begin() -> None:
+    topics = state.value_of("exam_topics")
+    cards = deck.deck().cards
+    some = [name for name, item in _items().items() if not topics or cards[item.card].topic in topics]
+    drawn = desk.exam(some, int(state.value_of("exam_size")), seed=secrets.randbits(31))
+    learner.record(Exam(at=now(), items=drawn, minutes=float(state.value_of("exam_minutes"))))
+
+
+# -- the sheet --------------------------------------------------------------------------------------------------------
+
+
+def _sheet(exam: ExamState) -> None:
+    fragment(_clock, run_every=1.0)(exam)
+    places = range(len(exam.items))
+    key = f"exam-place-{exam.id}"
+    place = st.segmented_control(
+        t("exam_sheet"), places, default=0, key=key, format_func=lambda p: _mark(exam, p), required=True
+    )
+    item, attempt = exam.items[place]
+    if item not in _items():
+        st.warning(t("exam_item_gone"), icon=":material/search_off:")
+    else:
+        _place(exam, place, *_question(item, attempt))
+    with st.container(horizontal=True):
+        for step, label, icon, name in ((-1, "exam_back", "chevron_left", "P"), (1, "exam_next", "chevron_right", "N")):
+            # t("exam_back") t("exam_next")
+            st.button(
+                t(label),
+                key=f"exam{step}",
+                icon=f":material/{icon}:",
+                shortcut=name,
+                disabled=not 0 <= place + step < len(places),
+                on_click=state.set_value,
+                args=(key, place + step),
+            )
+        flagged = place in exam.flagged
+        st.button(
+            t("exam_unflag") if flagged else t("exam_flag"),
+            key="exam-flag",
+            icon=MARKS["flagged"],
+            shortcut="F",
+            on_click=_keep,
+            args=(exam, place, exam.answers.get(place, ""), not flagged),
+        )
+    _ending(exam)
+
+
+def _mark(exam: ExamState, place: int) -> str:
+    kind = "flagged" if place in exam.flagged else "answered" if place in exam.answers else "open"
+    return f"{MARKS[kind]} {place + 1}"
+
+
+def _clock(exam: ExamState) -> None:
+    left = (_ends(exam) - now()).total_seconds()
+    if left <= 0:
+        st.rerun()
+    share = min(1.0, max(0.0, left / (60 * exam.minutes)))
+    st.progress(share, text=t("exam_left", minutes=int(left // 60), seconds=f"{int(left % 60):02d}"))
+
+
+def _place(exam: ExamState, place: int, question: Question, card: Card) -> None:
+    given = exam.answers.get(place, "")
+    with st.container(border=True):
+        asking.prompt(question, card)
+        key = f"exam-{exam.id}-{place}"
+
+        def take(answer: str) -> None:
+            try:
+                grading.readable(question, answer)
+            except Unreadable as refused:
+                state.reader().messages[key] = asking.fault(refused)
+                return
+            state.reader().messages.pop(key, None)
+            _keep(exam, place, answer, place in exam.flagged)
+            if place + 1 < len(exam.items):
+                state.set_value(f"exam-place-{exam.id}", place + 1)
+
+        asking.controls(question, key, given, take, t("exam_keep"))
+        if key in state.reader().messages:
+            st.warning(state.reader().messages[key], icon=":material/edit:")
+        if given:
+            st.caption(t("exam_kept"))
+
+
+def _keep(exam: ExamState, place: int, answer: str, flagged: bool) -> None:
+    learner.record(Sheet(at=now(), exam=exam.id, place=place, answer=answer, flagged=flagged))
+
+
+def _ending(exam: ExamState) -> None:
+    left = len(exam.items) - len(exam.answers)
+    with st.popover(t("exam_hand_in"), icon=":material/assignment_turned_in:"):
+        st.markdown(t("exam_open_places", n=left) if left else t("exam_all_answered"))
+        if exam.flagged:
+            st.markdown(t("exam_flagged_places", places=", ".join(str(place + 1) for place in sorted(exam.flagged))))
+        st.button(t("exam_hand_in_now"), key="hand-in", type="primary", on_click=_hand_in, args=(exam,))
+
+
+def _hand_in(exam: ExamState) -> None:
+    """Once, however often it is clicked, and with the time of the clock where that ran out before."""
+    current = next((e for e in learner.progress().exams if e.id == exam.id), None)
+    if current is not None and current.submitted is None:
+        learner.record(Submitted(at=min(now(), _ends(exam)), exam=exam.id))
+
+
+# -- the result -------------------------------------------------------------------------------------------------------
+
+
+def _result(exam: ExamState) -> None:
+    grades = _grades(exam)
+    if grades is None:
+        return
+    right = sum(grade.right for grade in grades.values())
+    st.subheader(t("exam_result", right=right, of=len(exam.items)), anchor=False)
+    assert exam.submitted is not None
+    st.caption(
+        t("exam_took", minutes=f"{(exam.submitted - exam.begun) / timedelta(minutes=1):.0f}", of=f"{exam.minutes:g}")
+    )
+    wrong = [place for place in range(len(exam.items)) if place in grades and not grades[place].right]
+    if wrong:
+        st.button(
+            t("exam_again_wrong", n=len(wrong)),
+            key=f"again-{exam.id}",
+            icon=":material/replay:",
+            on_click=_again,
+            args=(tuple(exam.items[place] for place in wrong),),
+        )
+    for place, (item, attempt) in enumerate(exam.items):
+        if place not in grades:
+            continue
+        grade = grades[place]
+        icon = ":material/check:" if grade.right else ":material/close:"
+        question, card = _question(item, attempt)
+        with st.expander(
+            f"{place + 1}. {say(card.question).strip()}", icon=icon, key=f"result-{exam.id}-{place}", on_change="rerun"
+        ) as fold:
+            if fold.open:
+                asking.prompt(question, card)
+                asking.verdict(question, card, exam.answers.get(place, ""), grade, _measured(exam).get(place))
+                frame.link("cards", t("quiz_read_card"), icon=":material/style:", card=card.id)
+
+
+def _again(items: tuple[tuple[str, int], ...]) -> None:
+    """The wrong ones once more, as they were, with the usual time."""
+    learner.record(Exam(at=now(), items=items, minutes=max(1.0, MINUTES_AN_ITEM * len(items))))
+
+
+def _measured(exam: ExamState) -> dict[int, float]:
+    return state.reader().exam_runs.get(exam.id, {})
+
+
+def _grades(exam: ExamState) -> dict[int, Grade] | None:
+    """The grade of each place; None while the engine is asked. The reviews are kept once."""
+    questions = {place: _question(*each) for place, each in enumerate(exam.items) if each[0] in _items()}
+    wanted = {p: q for p, (q, _) in questions.items() if grading.wants_run(q) and exam.answers.get(p)}
+    if wanted and exam.id not in state.reader().exam_runs and not _run(exam, wanted):
+        return None
+    measured = _measured(exam)
+    grades = {
+        place: grading.grade(question, exam.answers[place], measured.get(place))
+        if exam.answers.get(place)
+        else Grade(0.0)
+        for place, (question, _) in questions.items()
+    }
+    _remember(exam, grades)
+    return grades
+
+
+def _run(exam: ExamState, wanted: Mapping[int, Question]) -> bool:
+    """Ask the engine for the numbers of an exam; whether they are there."""
+    purpose = f"exam:{exam.id}"
+    finished = engine.take_finished(purpose)
+    if finished is not None and finished.state == "done":
+        state.reader().exam_runs[exam.id] = finished.result
+        return True
+    if finished is not None and finished.error is not None:
+        st.error(text.error(finished.error), icon=":material/error:")
+        st.button(t("quiz_run_again"), key="run-again", icon=":material/play_arrow:")
+        return False
+    if engine.active_job(purpose) is None:
+
+        def work(handle: Handle) -> dict[int, float]:
+            found = {}
+            for n, (place, question) in enumerate(wanted.items()):
+                handle.progress(n / len(wanted), None)
+                found[place] = grading.measure(
+                    question.item.card,
+                    question.claim,
+                    check_stop=handle.check_stop,  # type: ignore[union-attr]
+                )
+            return found
+
+        job = engine.submit(purpose, work)
+        if job.state not in engine.ACTIVE:
+            st.rerun(scope="fragment")
+    state.reader().drawn_jobs.add(purpose)
+    fragment(_poll, run_every=jobbar.POLL_S)(purpose)
+    return False
+
+
+def _poll(purpose: str) -> None:
+    job = engine.active_job(purpose)
+    if job is None:
+        st.rerun()
+    else:
+        jobbar.draw(job, t("quiz_measuring"))
+
+
+def _remember(exam: ExamState, grades: Mapping[int, Grade]) -> None:
+    """The answers of an exam as reviews that move no date, once: their ids follow from the exam."""
+    assert exam.submitted is not None
+    kept = {review.id for review in learner.progress().reviews}
+    if all(review_id(exam.id, place) in kept for place in grades):
+        return
+    learner.record(
+        *(
+            Review(
+                id=review_id(exam.id, place),
+                at=exam.submitted,
+                item=exam.items[place][0],
+                mode="exam",
+                score=grade.score,
+                rating=GOOD if grade.right else AGAIN,
+                counts=False,
+                attempt=exam.items[place][1],
+                answer=exam.answers.get(place, ""),
+            )
+            for place, grade in grades.items()
+        )
+    )
+
+
+def review_id(exam: str, place: int) -> str:
+    """The id of an exam's review: the same wherever and however often it is graded."""
+    return hashlib.sha256(f"{exam} {place}".encode()).hexdigest()[:32]

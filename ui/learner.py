@@ -1,0 +1,104 @@
+"""The reader's log on this visit: where it is kept, what it says, and adding to it.
+
+Where the app listens on this machine alone, or ``DATA_DIR`` is set: a file, without any login, of one reader. With
+``DATABASE_URL`` and a login: the database, each reader by what the login names. Else the visitor's own browser, which
+a script in the page keeps; the server holds the log of a visit only as long as the visit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import UTC, tzinfo
+from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+import streamlit as st
+
+from study import log as logs
+from study.events import Event
+from study.log import Log, MemoryLog, SqlLog
+from study.progress import Progress, fold
+from ui import state
+from ui.text import t
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+ONLY_READER = "reader"  # of a file that is one person's
+
+log = logging.getLogger("attention_interview_lab")
+
+
+def place() -> str:
+    """Where logs of this app are kept: ``file``, ``database``, or ``browser``."""
+    if os.environ.get("DATABASE_URL") and _login():
+        return "database"
+    if os.environ.get("DATA_DIR") or st.get_option("server.address") in LOOPBACK:
+        return "file"
+    return "browser"
+
+
+def _login() -> str | None:
+    """What names the reader who is logged in; None where nobody is, or can."""
+    try:
+        return str(st.user.get("sub") or st.user.get("email") or "") or None if st.user.is_logged_in else None
+    except AttributeError:  # a host without a login has no such field
+        return None
+
+
+@st.cache_resource(show_spinner=False)
+def _engine(url: str) -> Any:
+    from study.database import connect
+
+    return connect(url)
+
+
+def reader_log() -> Log:
+    """The log of this visit's reader. A database that can't be had is told once, and the visit goes on without it."""
+    reader = state.reader()
+    if reader.log is None:
+        reader.log = _open()
+    return reader.log
+
+
+def _open() -> Log:
+    from sqlalchemy.exc import SQLAlchemyError
+
+    where = place()
+    if where == "browser":
+        return MemoryLog()
+    try:
+        return SqlLog(_engine(logs.database_url()), _login() or ONLY_READER)
+    except (SQLAlchemyError, OSError) as error:
+        log.error("progress can't be kept: %s", error)
+        state.reader().log_failed = type(error).__name__
+        return MemoryLog()
+
+
+def progress() -> Progress:
+    """What the log says, computed anew when it has grown, here or in another tab."""
+    reader, held = state.reader(), reader_log()
+    size = held.size()
+    if reader.progress is None or reader.progress[0] != size:
+        reader.progress = (size, fold(held.events()))
+    found: Progress = reader.progress[1]
+    return found
+
+
+def record(*events: Event) -> None:
+    """Add to the log. What is recorded is kept when this returns."""
+    reader_log().append(events)
+
+
+def zone() -> tzinfo:
+    """The reader's time zone, as the browser says."""
+    try:
+        return ZoneInfo(st.context.timezone or "UTC")
+    except (ZoneInfoNotFoundError, ValueError):
+        return UTC
+
+
+def warning() -> None:
+    """Above a page that keeps progress, when it can't."""
+    failed = state.reader().log_failed
+    if failed:
+        st.warning(t("log_failed", kind=failed), icon=":material/warning:")

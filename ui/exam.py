@@ -19,10 +19,10 @@ from study import desk, grading
 from study.answers import Unreadable
 from study.events import Exam, Review, Sheet, Submitted, now
 from study.grading import Grade
-from study.items import Item, Question, pose
+from study.items import Item, NumericQuestion, PredictQuestion, Question, pose
 from study.progress import ExamState
 from study.schedule import AGAIN, GOOD
-from ui import asking, deck, engine, frame, jobbar, learner, state, text
+from ui import asking, deck, frame, learner, measuring, state
 from ui.boundary import fragment
 from ui.text import say, t
 
@@ -251,42 +251,20 @@ def _grades(exam: ExamState) -> dict[int, Grade] | None:
 
 def _run(exam: ExamState, wanted: Mapping[int, Question]) -> bool:
     """Ask the engine for the numbers of an exam; whether they are there."""
-    purpose = f"exam:{exam.id}"
-    finished = engine.take_finished(purpose)
-    if finished is not None and finished.state == "done":
-        state.reader().exam_runs[exam.id] = finished.result
-        return True
-    if finished is not None and finished.error is not None:
-        st.error(text.error(finished.error), icon=":material/error:")
-        st.button(t("quiz_run_again"), key="run-again", icon=":material/play_arrow:")
+
+    def work(handle: Handle) -> dict[int, float]:
+        found = {}
+        for n, (place, question) in enumerate(wanted.items()):
+            assert isinstance(question, NumericQuestion | PredictQuestion)
+            handle.progress(n / len(wanted), None)
+            found[place] = grading.measure(question.item.card, question.claim, check_stop=handle.check_stop)
+        return found
+
+    measured = measuring.asked(f"exam:{exam.id}", work)
+    if measured is None:
         return False
-    if engine.active_job(purpose) is None:
-
-        def work(handle: Handle) -> dict[int, float]:
-            found = {}
-            for n, (place, question) in enumerate(wanted.items()):
-                handle.progress(n / len(wanted), None)
-                found[place] = grading.measure(
-                    question.item.card,
-                    question.claim,
-                    check_stop=handle.check_stop,  # type: ignore[union-attr]
-                )
-            return found
-
-        job = engine.submit(purpose, work)
-        if job.state not in engine.ACTIVE:
-            st.rerun(scope="fragment")
-    state.reader().drawn_jobs.add(purpose)
-    fragment(_poll, run_every=jobbar.POLL_S)(purpose)
-    return False
-
-
-def _poll(purpose: str) -> None:
-    job = engine.active_job(purpose)
-    if job is None:
-        st.rerun()
-    else:
-        jobbar.draw(job, t("quiz_measuring"))
+    state.reader().exam_runs[exam.id] = measured
+    return True
 
 
 def _remember(exam: ExamState, grades: Mapping[int, Grade]) -> None:

@@ -99,6 +99,7 @@ def zone() -> tzinfo:
 
 def warning() -> None:
     """Above a page that keeps progress, when it can't."""
+    reader_log()
     failed = state.reader().log_failed
     if failed:
         st.warning(t("log_failed", kind=failed), icon=":material/warning:")

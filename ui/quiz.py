@@ -15,7 +15,7 @@ from study.events import Prediction, Report, Review, Undo, now
 from study.grading import Grade
 from study.items import Item, NumericQuestion, PredictQuestion, Question, RecallQuestion, pose
 from study.schedule import RATINGS
-from ui import asking, deck, engine, exam, frame, jobbar, learner, state, text
+from ui import asking, deck, exam, frame, learner, measuring, state, text
 from ui.boundary import fragment
 from ui.state import Asking
 from ui.text import say, t
@@ -121,8 +121,8 @@ def _practice() -> None:
 
 def _kind(kind: str) -> str:
     return t(f"kind_{kind}")
-    # t("kind_choice") t("kind_numeric") t("kind_predict") t("kind_order") t("kind_cloze") t("kind_shape") t("kind_count")
-    # t("kind_recall")
+    # t("kind_choice") t("kind_numeric") t("kind_predict") t("kind_order") t("kind_cloze") t("kind_shape")
+    # t("kind_count") t("kind_recall")
 
 
 # -- one question -----------------------------------------------------------------------------------------------------
@@ -145,9 +145,7 @@ def _ask(item: Item, mode: str) -> None:
         asking.prompt(question, card)
         if held.answer is None:
             _answering(question, card, held, mode)
-        elif grading.wants_run(question) and held.measured is None:
-            _running(question, card, held)
-        else:
+        elif not grading.wants_run(question) or held.measured is not None or _run(question, card, held):
             _answered(question, card, held, mode)
     with st.container(horizontal=True):
         _undo_button()
@@ -209,43 +207,23 @@ def _give(held: Asking, answer: str) -> None:
     held.answer, held.at, held.seconds = answer, now(), time.monotonic() - held.began
 
 
-def _running(question: Question, card: Card, held: Asking) -> None:
-    """The engine is asked; the page goes on when it has answered."""
+def _run(question: Question, card: Card, held: Asking) -> bool:
+    """Ask the engine; whether it has answered. While it works, its progress stands here."""
     assert isinstance(question, NumericQuestion | PredictQuestion)
-    purpose = f"quiz:{held.item}"
-    finished = engine.take_finished(purpose)
-    if finished is not None and finished.state == "done":
-        held.measured = finished.result
-        _learn_from(question, held)
-        st.rerun(scope="fragment")
-    elif finished is not None and finished.error is not None:
-        st.error(text.error(finished.error), icon=":material/error:")
-        st.button(t("quiz_run_again"), key="run-again", icon=":material/play_arrow:")
-        return
-    job = engine.active_job(purpose)
-    if job is None and finished is None:
+    claim = question.claim
 
-        def work(handle: Handle) -> float:
-            return grading.measure(
-                card.id,
-                question.claim,
-                on_progress=lambda fraction: handle.progress(fraction, None),
-                check_stop=handle.check_stop,
-            )
+    def work(handle: Handle) -> float:
+        def report(fraction: float) -> None:
+            handle.progress(fraction, None)
 
-        job = engine.submit(purpose, work)
-        if job.state not in engine.ACTIVE:
-            st.rerun(scope="fragment")
-    state.reader().drawn_jobs.add(purpose)
-    fragment(_poll, run_every=jobbar.POLL_S)(purpose)
+        return grading.measure(card.id, claim, on_progress=report, check_stop=handle.check_stop)
 
-
-def _poll(purpose: str) -> None:
-    job = engine.active_job(purpose)
-    if job is None:
-        st.rerun()
-    else:
-        jobbar.draw(job, t("quiz_measuring"))
+    measured = measuring.asked(f"quiz:{held.item}", work)
+    if measured is None:
+        return False
+    held.measured = measured
+    _learn_from(question, held)
+    return True
 
 
 def _learn_from(question: Question, held: Asking) -> None:
@@ -295,7 +273,8 @@ def _ratings(held: Asking, mode: str, grade: Grade | None) -> None:
         for rating in RATINGS:
             when = f" · {text.span(after[rating].due - at)}" if counts else ""
             st.button(
-                f"{t(f'rate_{RATING_NAMES[rating]}')}{when}",  # t("rate_again") t("rate_hard") t("rate_good") t("rate_easy")
+                f"{t(f'rate_{RATING_NAMES[rating]}')}{when}",
+                # t("rate_again") t("rate_hard") t("rate_good") t("rate_easy")
                 key=f"rate-{held.item}-{held.attempt}-{rating}",
                 type="primary" if rating == best else "secondary",
                 shortcut=str(rating),

@@ -6,6 +6,7 @@ after a reload and on another page. Items of one card do not follow each other w
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,10 +120,23 @@ def planned(
     known: Mapping[str, Item], progress: Progress, at: datetime, interview: date, zone: tzinfo
 ) -> tuple[Chosen, ...]:
     """Today's list for an interview at nine in the morning of its day; what was done today is off its minutes."""
-    when = datetime(interview.year, interview.month, interview.day, 9, tzinfo=zone)
+    when = morning(interview, zone)
     spent = sum(min(r.seconds, LONGEST_THOUGHT_S) for r in progress.reviews if day(r.at, zone) == day(at, zone)) / 60
     minutes = max(0.0, float(progress.setting("minutes_a_day") or 0) - spent)
     return plan.today(candidates(known, progress), at, when, minutes)
+
+
+def interview_date(progress: Progress) -> date | None:
+    """The date that the reader prepares for."""
+    raw = progress.setting("interview")
+    with contextlib.suppress(ValueError):
+        return date.fromisoformat(raw) if isinstance(raw, str) else None
+    return None
+
+
+def morning(of: date, zone: tzinfo) -> datetime:
+    """Nine o'clock of a day: when an interview is taken to be."""
+    return datetime(of.year, of.month, of.day, 9, tzinfo=zone)
 
 
 def leeches(known: Collection[str], progress: Progress) -> list[str]:

@@ -17,7 +17,7 @@ MAY_USE = {  # a room may use any room below it, and itself
     "claims": BELOW_CLAIMS,
     "study": BELOW_TOOLS,
     "export": BELOW_TOOLS,
-    "tools": BELOW_TOOLS,
+    "tools": BELOW_UI,
     "bench": BELOW_UI,
     "ui": BELOW_UI,
     "pages": {"ui", *BELOW_UI},

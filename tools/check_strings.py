@@ -16,6 +16,7 @@ from content.schema import LANGUAGES, Strings, Text
 from engine import registry
 from engine.base import ChoiceSpec, NumberSpec
 from engine.registry import Experiment
+from study.stats import PLOTS
 
 RUN_COLUMN = "run"  # which run a row of a chart of several is from: ui/runs.py adds it
 UNITS = (
@@ -71,6 +72,8 @@ def _names(page: Page, strings: Strings) -> Iterator[Problem]:
         for plot in e.plots:
             wanted["names"] += [(column, e.path, "column") for column in plot.columns]
             wanted["units"] += [(plot.x_unit, e.path, "unit"), (plot.y_unit, e.path, "unit")]
+    for plot in PLOTS.values():  # of a reader's progress: drawn as an experiment's are
+        wanted["names"] += [(column, PROJECT / "study" / "stats.py", "column") for column in plot.columns]
     wanted["rules"] = [(rule, path, "rule") for path in modules for rule in _rules(path)]
     for section, uses in wanted.items():
         have: dict[str, object] = getattr(strings, section)

@@ -21,6 +21,7 @@ PAGES = {
     "cards": ("pages/cards.py", ":material/style:"),
     "lab": ("pages/lab.py", ":material/science:"),
     "quiz": ("pages/quiz.py", ":material/quiz:"),
+    "progress": ("pages/progress.py", ":material/monitoring:"),
     "claims": ("pages/claims.py", ":material/fact_check:"),
 }
 ICON = Path(__file__).parent / "icon.svg"
@@ -39,7 +40,9 @@ def page(page_id: str) -> Iterator[None]:
         st.code("\n".join(map(str, error.problems)), language=None, wrap_lines=True)
         st.stop()
     state.settle_language()
-    title = t(f"page_{page_id}")  # t("page_home") t("page_cards") t("page_lab") t("page_quiz") t("page_claims")
+    title = t(
+        f"page_{page_id}"
+    )  # t("page_home") t("page_cards") t("page_lab") t("page_quiz") t("page_progress") t("page_claims")
     st.set_page_config(
         page_title=t("app_title") if page_id == "home" else f"{title} · {t('app_title')}",
         page_icon=str(ICON),  # a file of our own: an icon by name is fetched from another host

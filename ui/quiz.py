@@ -20,7 +20,12 @@ from ui.boundary import fragment
 from ui.state import Asking
 from ui.text import say, t
 
-MODES = {"review": ":material/event_repeat:", "practice": ":material/fitness_center:", "exam": ":material/timer:"}
+MODES = {
+    "review": ":material/event_repeat:",
+    "plan": ":material/event:",
+    "practice": ":material/fitness_center:",
+    "exam": ":material/timer:",
+}
 RATING_NAMES = {1: "again", 2: "hard", 3: "good", 4: "easy"}
 
 
@@ -34,13 +39,15 @@ def draw() -> None:
         MODES,
         default=mode,
         key="quiz_mode",
-        format_func=lambda m: f"{MODES[m]} {t(f'quiz_{m}')}",  # t("quiz_review") t("quiz_practice") t("quiz_exam")
+        format_func=lambda m: (
+            f"{MODES[m]} {t(f'quiz_{m}')}"
+        ),  # t("quiz_review") t("quiz_plan") t("quiz_practice") t("quiz_exam")
         label_visibility="collapsed",
         required=True,
     )
     state.set_link(mode=chosen)
     # a fragment: grading and moving on draw anew only what is below
-    fragment({"review": _review, "practice": _practice, "exam": exam.draw}[chosen])()
+    fragment({"review": _review, "plan": _plan, "practice": _practice, "exam": exam.draw}[chosen])()
 
 
 def known() -> dict[str, Item]:
@@ -83,6 +90,30 @@ def _nothing_left(later: datetime | None, at: datetime, done: int) -> None:
         frame.link("cards", t("all_cards"), icon=":material/style:")
 
 
+# -- the plan's list --------------------------------------------------------------------------------------------------
+
+
+def _plan() -> None:
+    items, progress = known(), learner.progress()
+    at, zone = now(), learner.zone()
+    interview = desk.interview_date(progress)
+    if interview is None or interview < schedule.day(at, zone):
+        st.info(t("plan_no_date"), icon=":material/event:")
+        frame.link("progress", t("plan_set_date"), icon=":material/event:", view="plan")
+        return
+    chosen = [c.item for c in desk.planned(items, progress, at, interview, zone)]
+    st.caption(t("quiz_plan_left", n=len(chosen), days=(interview - schedule.day(at, zone)).days))
+    last = progress.reviews[-1].item if progress.reviews else ""
+    held = state.reader().asking.get("plan")
+    if held and held.item in items and held.attempt == _attempt(held.item):
+        _ask(items[held.item], "plan")
+    elif chosen:
+        _ask(items[desk.apart(chosen, last)[0]], "plan")
+    else:
+        st.success(t("plan_nothing"), icon=":material/task_alt:")
+        _undo_button()
+
+
 # -- practice ---------------------------------------------------------------------------------------------------------
 
 
@@ -95,13 +126,13 @@ def _practice() -> None:
             t("topic"), topics, key="practice_topic", format_func=lambda v: say(deck.deck().topics[v].title)
         )
         kinds = list(dict.fromkeys(item.kind for item in items.values()))
-        kind = st.pills(t("quiz_kind"), kinds, key="practice_kind", format_func=_kind)
+        only_kind = st.pills(t("quiz_kind"), kinds, key="practice_kind", format_func=kind)
     only = state.link_value("card", cards)
     some = [
         name
         for name, item in items.items()
         if (not topic or cards[item.card].topic == topic)
-        and (not kind or item.kind == kind)
+        and (not only_kind or item.kind == only_kind)
         and (not only or item.card == only)
     ]
     if only:
@@ -119,8 +150,9 @@ def _practice() -> None:
     _ask(items[item], "practice")
 
 
-def _kind(kind: str) -> str:
-    return t(f"kind_{kind}")
+def kind(of: str) -> str:
+    """A kind of item, in the reader's language."""
+    return t(f"kind_{of}")
     # t("kind_choice") t("kind_numeric") t("kind_predict") t("kind_order") t("kind_cloze") t("kind_shape")
     # t("kind_count") t("kind_recall")
 
@@ -141,7 +173,7 @@ def _ask(item: Item, mode: str) -> None:
     question = pose(item, card, attempt)
     with st.container(border=True, key="question"):
         topic = say(deck.deck().topics[card.topic].title)
-        st.caption(f"{topic} · {_kind(item.kind)}")
+        st.caption(f"{topic} · {kind(item.kind)}")
         asking.prompt(question, card)
         if held.answer is None:
             _answering(question, card, held, mode)
@@ -264,7 +296,7 @@ def _grade(question: Question, answer: str, measured: float | None) -> Grade:
 
 def _ratings(held: Asking, mode: str, grade: Grade | None) -> None:
     progress = learner.progress()
-    counts = mode == "review" or bool(progress.setting("practice_counts"))
+    counts = mode != "practice" or bool(progress.setting("practice_counts"))
     at = held.at or now()
     after = schedule.preview(held.item, progress.past.get(held.item, ()), at, desk.retention(progress))
     best = grading.suggested(grade.score) if grade else None
@@ -295,7 +327,7 @@ def _rate(held: Asking, mode: str, rating: int, score: float, counts: bool) -> N
         Review(
             at=held.at or now(),
             item=held.item,
-            mode="review" if mode == "review" else "practice",
+            mode="practice" if mode == "practice" else "review",
             score=score,
             rating=rating,
             counts=counts,

@@ -32,7 +32,16 @@ PLOTS = {
     "minutes": Plot("minutes", table="calendar", x="days_from_today", y="minutes", mark="bar"),
     "retention": Plot("retention", "retention", "days_from_today", "recalled_share", theory="wished_share"),
     "forecast": Plot("forecast", table="forecast", x="days_from_today", y="n_due", mark="bar"),
-    "calibration": Plot("calibration", table="calibration", x="predicted", y="measured", mark="point", theory="equal"),
+    "calibration": Plot(
+        "calibration",
+        table="calibration",
+        x="predicted",
+        y="measured",
+        mark="point",
+        theory="equal",
+        x_scale="log10",
+        y_scale="log10",
+    ),
 }
 
 

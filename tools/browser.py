@@ -92,7 +92,8 @@ def serve(
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, **(environment or {})},
+                # progress is kept beside the server's log, not where this machine's own reader has theirs
+                env={**os.environ, "DATA_DIR": folder, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,

@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 import os
 from datetime import UTC, tzinfo
+from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import streamlit as st
+from streamlit.components import v2
 
 from study import log as logs
-from study.events import Event
+from study.events import BadLine, Event, read_line, write_line
 from study.log import Log, MemoryLog, SqlLog
 from study.progress import Progress, fold
 from ui import state
@@ -24,6 +26,9 @@ from ui.text import t
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 ONLY_READER = "reader"  # of a file that is one person's
+
+# declared once a process: a declaration in a script run would be a new component each time
+_saved_log = v2.component("saved_log", js=(Path(__file__).parent / "saved_log.js").read_text("utf-8"))
 
 log = logging.getLogger("attention_interview_lab")
 
@@ -85,8 +90,68 @@ def progress() -> Progress:
 
 
 def record(*events: Event) -> None:
-    """Add to the log. What is recorded is kept when this returns."""
+    """Add to the log. What is recorded is kept when this returns; in a browser, when the page is drawn."""
     reader_log().append(events)
+    if place() == "browser":
+        state.reader().browser.lines += [write_line(event) for event in events]
+
+
+def keep_all() -> None:
+    """After an import: everything goes into the visitor's browser, where that is the place."""
+    if place() == "browser":
+        state.reader().browser.lines = [write_line(event) for event in reader_log().events()]
+
+
+def forget() -> None:
+    """Delete the reader's whole log, here and in their browser."""
+    reader = state.reader()
+    reader_log().forget()
+    reader.progress = None
+    reader.asking.clear()
+    reader.exam_runs.clear()
+    reader.browser = state.InBrowser(read=True, forget=True)
+
+
+def keep() -> None:
+    """Drawn with whatever may record something: takes the log out of the visitor's browser, and brings it there."""
+    if place() != "browser":
+        return
+    held = state.reader().browser
+    answer = _saved_log(
+        data={
+            "lines": held.lines,
+            "end": held.sent + len(held.lines),
+            "read": held.read,
+            "forget": held.forget,
+            "failed": held.failed,
+        },
+        key="saved_log",
+        on_log_change=lambda: None,
+        on_kept_change=lambda: None,
+        height=0,
+    )
+    if answer.kept and answer.kept > held.sent:
+        del held.lines[: answer.kept - held.sent]
+        held.sent = answer.kept
+    if answer.log and (not held.read or (answer.log["failed"] and not held.failed)):
+        held.read, held.failed = True, str(answer.log["failed"])
+        state.reader().log_failed = held.failed
+        taken, lost = readable(str(answer.log["held"]))
+        reader_log().append(taken)
+        held.lost = lost
+        st.rerun()
+
+
+def readable(text: str) -> tuple[list[Event], int]:
+    """The events of a browser's log, and the number of lines that are none. One damaged line must not cost the others;
+    it stays where it is."""
+    events, lost = [], 0
+    for line in filter(str.strip, text.splitlines()):
+        try:
+            events.append(read_line(line))
+        except BadLine:
+            lost += 1
+    return events, lost
 
 
 def zone() -> tzinfo:
@@ -101,5 +166,8 @@ def warning() -> None:
     """Above a page that keeps progress, when it can't."""
     reader_log()
     failed = state.reader().log_failed
+    lost = state.reader().browser.lost
+    if lost:
+        st.warning(t("log_lines_lost", n=lost), icon=":material/warning:")
     if failed:
         st.warning(t("log_failed", kind=failed), icon=":material/warning:")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import date, datetime
 
 import numpy as np
@@ -42,7 +43,12 @@ def draw() -> None:
         required=True,
     )
     state.set_link(view=view)
-    fragment({"plan": _plan, "memory": _memory, "history": _history, "log": _log}[view])()
+    fragment(_kept)({"plan": _plan, "memory": _memory, "history": _history, "log": _log}[view])
+
+
+def _kept(view: Callable[[], None]) -> None:
+    view()
+    learner.keep()
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -67,7 +73,8 @@ def _plan() -> None:
     else:
         minutes = sum(c.seconds for c in chosen) / 60
         st.markdown(t("plan_sum", items=len(chosen), new=sum(c.is_new for c in chosen), minutes=f"{minutes:.0f}"))
-        frame.link("quiz", t("plan_begin"), icon=":material/play_arrow:", mode="plan")
+        if st.button(t("plan_begin"), key="plan-begin", type="primary", icon=":material/play_arrow:"):
+            frame.go("quiz", mode="plan")
     _outlook(items, progress, chosen, at, interview)
     with st.expander(t("plan_list", n=len(chosen))):
         for c in chosen[:SHOWN_OF_PLAN]:
@@ -272,6 +279,7 @@ def _log() -> None:
 def _import(raw: bytes) -> None:
     try:
         done = import_lines(learner.reader_log(), raw.decode("utf-8-sig"))
+        learner.keep_all()
         message = f":green[:material/check:] {t('log_imported', new=done.new, known=done.known)}"
     except BadLine as error:
         message = f":red[:material/error:] {t(error.reason, line=error.line, detail=error.detail)}"
@@ -282,9 +290,5 @@ def _import(raw: bytes) -> None:
 
 
 def _forget() -> None:
-    reader = state.reader()
-    learner.reader_log().forget()
-    reader.asking.clear()
-    reader.exam_runs.clear()
-    reader.progress = None
-    reader.messages["log"] = f":material/delete_forever: {t('forgotten')}"
+    learner.forget()
+    state.reader().messages["log"] = f":material/delete_forever: {t('forgotten')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import streamlit as st
@@ -47,7 +48,12 @@ def draw() -> None:
     )
     state.set_link(mode=chosen)
     # a fragment: grading and moving on draw anew only what is below
-    fragment({"review": _review, "plan": _plan, "practice": _practice, "exam": exam.draw}[chosen])()
+    fragment(_kept)({"review": _review, "plan": _plan, "practice": _practice, "exam": exam.draw}[chosen])
+
+
+def _kept(view: Callable[[], None]) -> None:
+    view()
+    learner.keep()
 
 
 def known() -> dict[str, Item]:

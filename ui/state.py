@@ -47,6 +47,18 @@ class Shown:
 
 
 @dataclass
+class InBrowser:
+    """What this visit has recorded for the log in the visitor's browser, where that is its place."""
+
+    lines: list[str] = field(default_factory=list)  # recorded here, and not acknowledged yet
+    sent: int = 0  # acknowledged before those
+    read: bool = False  # the browser has said what it held
+    forget: bool = False
+    failed: str = ""
+    lost: int = 0  # lines of the browser that are no events
+
+
+@dataclass
 class Asking:
     """A question on the table. What is not here (which item, which attempt) follows from the log."""
 
@@ -86,6 +98,7 @@ class Reader:
     log: Log | None = None  # of the reader's progress: ui/learner.py
     log_failed: str = ""  # the kind of error that keeps progress from being kept
     progress: tuple[int, Progress] | None = None  # what the log says, and of how many events
+    browser: InBrowser = field(default_factory=InBrowser)
     exam_runs: dict[str, dict[int, float]] = field(default_factory=dict)  # what the engine said, by exam and place
     asking: dict[str, Asking] = field(default_factory=dict)  # the question on the table, by mode of the quiz
 

@@ -1,0 +1,87 @@
+"""The Quiz and Progress pages in a real browser: keys, and a log that lives in it."""
+
+import json
+
+import pytest
+
+from tools import browser as harness
+
+KEY = "attention-interview-lab.log"
+HOSTED = ["--server.address", "0.0.0.0"]  # not this machine alone: the visitor's browser keeps the log
+
+
+@pytest.fixture(scope="module")
+def hosted():
+    with harness.serve(options=HOSTED, environment={"DATA_DIR": ""}) as running:
+        yield running
+
+
+def held(visit) -> list[dict]:
+    """The log in the browser."""
+    text = visit.page.evaluate(f"localStorage.getItem({KEY!r})") or ""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def wait_for(visit, number: int) -> list[dict]:
+    """The log in the browser once it holds so many events."""
+    visit.page.wait_for_function(
+        f"(localStorage.getItem({KEY!r}) ?? '').split('\\n').filter(Boolean).length >= {number}", timeout=20_000
+    )
+    return held(visit)
+
+
+def press(visit, key):
+    visit.act(lambda: visit.page.keyboard.press(key))
+
+
+def test_a_log_in_the_browser_outlives_the_page_and_another_visitor_sees_none_of_it(hosted, open_reader):
+    visit = open_reader(hosted)
+    visit.goto("quiz", mode="review", lang="en")
+    visit.page.get_by_role("button", name="Show the answer").wait_for()
+    press(visit, "s")  # keys are shown on the buttons
+    press(visit, "1")
+    (first,) = wait_for(visit, 1)
+    assert (first["kind"], first["rating"], first["mode"]) == ("review", 1, "review")
+    visit.goto("progress", view="history", lang="en")
+    visit.page.get_by_text("1 answers").wait_for()
+    visit.goto("quiz", mode="review", lang="en")  # a new visit of the same browser
+    visit.page.get_by_text("1 done").wait_for()
+    press(visit, "u")
+    assert [event["kind"] for event in wait_for(visit, 2)] == ["review", "undo"]
+    visit.page.get_by_text("0 done").wait_for()
+    other = open_reader(hosted)
+    other.goto("quiz", mode="review", lang="en")
+    other.page.get_by_text("0 done").wait_for()
+    assert held(other) == []
+    harness.assert_clean(visit)
+    harness.assert_clean(other)
+
+
+def test_a_damaged_line_costs_only_itself(hosted, open_reader):
+    visit = open_reader(hosted)
+    visit.goto("progress", view="log", lang="en")
+    good = '{"v":1,"id":"' + "a" * 32 + '","at":"2026-03-01T08:00:00Z","kind":"opened","card":"code-mha"}'
+    visit.page.evaluate(f"text => localStorage.setItem({KEY!r}, text)", f"{good}\nnot an event\n")
+    visit.goto("progress", view="log", lang="en")
+    visit.page.get_by_text("1 events, 0 answers").wait_for()
+    visit.page.get_by_text("1 lines of the log in this browser can't be read").wait_for()
+    assert "not an event" in visit.page.evaluate(f"localStorage.getItem({KEY!r})")
+
+
+def test_forgetting_empties_the_browser_too(hosted, open_reader):
+    visit = open_reader(hosted)
+    visit.goto("quiz", mode="review", lang="en")
+    visit.page.get_by_role("button", name="Show the answer").wait_for()
+    press(visit, "s")
+    press(visit, "1")
+    wait_for(visit, 1)
+    visit.goto("progress", view="log", lang="en")
+    visit.page.get_by_role("button", name="Forget everything").click()
+    field = visit.page.get_by_label("Type “forget” to go on")
+    field.fill("forget")
+    visit.act(lambda: field.press("Enter"))
+    visit.act(lambda: visit.page.get_by_role("button", name="Delete my log").click())
+    visit.page.get_by_text("Your log is deleted.").wait_for()
+    visit.page.wait_for_function(f"!localStorage.getItem({KEY!r})")
+    visit.goto("quiz", mode="review", lang="en")
+    visit.page.get_by_text("0 done").wait_for()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import date, datetime
+from functools import partial
 
 import numpy as np
 import streamlit as st
 
+from content.schema import LANGUAGES, Card
 from engine.base import Table
+from export import anki, sheet
 from study import desk, plan, schedule, stats
 from study.events import BadLine, Setting, now
 from study.items import Item
@@ -20,6 +23,7 @@ from ui.boundary import fragment
 from ui.text import say, t
 
 SHOWN_OF_PLAN = 12
+WEAKEST = 5  # cards
 VIEWS = {
     "plan": ":material/event:",
     "memory": ":material/psychology:",
@@ -264,6 +268,7 @@ def _log() -> None:
         st.button(t("log_import_now"), key="log-import-now", on_click=_import, args=(given.getvalue(),))
     if message := state.reader().messages.get("log"):
         st.markdown(message)
+    _take_away()
     with st.popover(t("forget"), icon=":material/delete_forever:"):
         st.markdown(t("forget_help", n=log.size()))
         word = t("forget_word")
@@ -274,6 +279,61 @@ def _log() -> None:
             disabled=str(state.value_of("forget-word") or "").strip().lower() != word,
             on_click=_forget,
         )
+
+
+def _take_away() -> None:
+    """The deck for Anki, and as a sheet: all of it, a track, or the cards that are remembered worst."""
+    held = deck.deck()
+    st.subheader(t("away"), anchor=False)
+    tracks = [name for name, track in held.tracks.items() if any(card in held.cards for card in track.cards)]
+    which = st.selectbox(
+        t("away_cards"),
+        ["all", "weak", *tracks],
+        key="away-cards",
+        format_func=lambda v: say(held.tracks[v].title) if v in held.tracks else t(f"away_{v}"),
+        # t("away_all") t("away_weak")
+        help=t("away_weak_help", n=WEAKEST),
+    )
+    languages = st.pills(
+        t("away_languages"),
+        LANGUAGES,
+        selection_mode="multi",
+        default=[state.language()],
+        key="away-languages",
+        format_func=frame.LANGUAGE_NAMES.__getitem__,
+    )
+    cards = _cards_of(which)
+    name = f"attention-interview-lab-{which}"
+    with st.container(horizontal=True):
+        st.download_button(
+            t("away_anki"),
+            partial(anki.apkg, cards, languages, held.sources),
+            f"{name}.apkg",
+            "application/octet-stream",
+            key="away-anki",
+            icon=":material/style:",
+            disabled=not languages,
+            help=t("away_anki_help"),
+        )
+        language = state.language()
+        st.download_button(
+            t("away_sheet"),
+            partial(sheet.sheet, t("app_title"), cards, language, held.sources),
+            f"{name}-{language}.md",
+            "text/markdown",
+            key="away-sheet",
+            icon=":material/description:",
+        )
+
+
+def _cards_of(which: str) -> list[Card]:
+    held = deck.deck()
+    if which in held.tracks:
+        return [held.cards[name] for name in held.tracks[which].cards if name in held.cards]
+    if which == "weak":
+        rows = stats.mastery(quiz.known(), learner.progress(), now(), {name: name for name in held.cards})
+        return [held.cards[row.name] for row in sorted(rows, key=lambda row: row.recall)[:WEAKEST]]
+    return list(held.cards.values())
 
 
 def _import(raw: bytes) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import date, datetime
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import streamlit as st
+from streamlit.components import v2
 
 from content.schema import LANGUAGES, Card
 from engine.base import Table
@@ -23,6 +25,7 @@ from ui.boundary import fragment
 from ui.text import say, t
 
 SHOWN_OF_PLAN = 12
+HERE = Path(__file__).parent
 WEAKEST = 5  # cards
 VIEWS = {
     "plan": ":material/event:",
@@ -30,6 +33,15 @@ VIEWS = {
     "history": ":material/history:",
     "log": ":material/database:",
 }
+
+# declared once a process: a declaration in a script run would be a new component each time
+_file_picker = v2.component(
+    "file_picker",
+    html='<div class="file-picker"></div>',
+    css=(HERE / "file_picker.css").read_text("utf-8"),
+    js=(HERE / "file_picker.js").read_text("utf-8"),
+    isolate_styles=False,
+)
 
 
 def draw() -> None:
@@ -261,11 +273,15 @@ def _log() -> None:
         disabled=not log.size(),
     )
     st.subheader(t("log_import"), anchor=False)
-    given = st.file_uploader(
-        t("log_import_help"), type=["jsonl"], key="log-import", max_upload_size=LARGEST_IMPORT // 10**6
-    )
-    if given is not None:
-        st.button(t("log_import_now"), key="log-import-now", on_click=_import, args=(given.getvalue(),))
+    st.markdown(t("log_import_help"))
+    given = _file_picker(
+        data={"label": t("log_import_choose"), "accept": ".jsonl,.txt", "most": LARGEST_IMPORT},
+        key="log-import",
+        on_file_change=lambda: None,
+        height="content",
+    ).file
+    if given:
+        take(given["text"], int(given["size"]))
     if message := state.reader().messages.get("log"):
         st.markdown(message)
     _take_away()
@@ -336,16 +352,22 @@ def _cards_of(which: str) -> list[Card]:
     return list(held.cards.values())
 
 
-def _import(raw: bytes) -> None:
+def take(text: str, size: int) -> None:
+    """Import a file's text into the log, and say what came of it."""
     try:
-        done = import_lines(learner.reader_log(), raw.decode("utf-8-sig"))
+        if size > LARGEST_IMPORT:
+            raise ValueError(f"{size} bytes")
+        done = import_lines(learner.reader_log(), text.removeprefix("\ufeff"))
         learner.keep_all()
-        message = f":green[:material/check:] {t('log_imported', new=done.new, known=done.known)}"
+        if done.new or done.known:
+            message = f":green[:material/check:] {t('log_imported', new=done.new, known=done.known)}"
+        else:
+            message = f":orange[:material/info:] {t('log_holds_nothing')}"
     except BadLine as error:
         message = f":red[:material/error:] {t(error.reason, line=error.line, detail=error.detail)}"
         # t("log_line_too_long") t("log_line_newer") t("log_line_damaged")
-    except ValueError:  # not text at all, or larger than any log
-        message = f":red[:material/error:] {t('log_not_text')}"
+    except ValueError:  # larger than any log
+        message = f":red[:material/error:] {t('log_too_large', most=f'{LARGEST_IMPORT / 1e6:.0f} MB')}"
     state.reader().messages["log"] = message
 
 

@@ -85,3 +85,36 @@ def test_forgetting_empties_the_browser_too(hosted, open_reader):
     visit.page.wait_for_function(f"!localStorage.getItem({KEY!r})")
     visit.goto("quiz", mode="review", lang="en")
     visit.page.get_by_text("0 done").wait_for()
+
+
+def given(visit, tmp_path, content: bytes, words: str) -> None:
+    """Choose a file on the Progress page, and wait for what is said of it."""
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(content)
+    with visit.page.expect_file_chooser() as chooser:
+        visit.page.get_by_role("button", name="Choose a file").click()
+    visit.act(lambda: chooser.value.set_files(path))
+    visit.page.get_by_text(words).wait_for()
+
+
+def test_a_log_goes_out_and_in_again_and_a_damaged_file_changes_nothing(hosted, open_reader, tmp_path):
+    visit = open_reader(hosted)
+    visit.goto("quiz", mode="review", lang="en")
+    visit.page.get_by_role("button", name="Show the answer").wait_for()
+    press(visit, "s")
+    press(visit, "1")
+    wait_for(visit, 1)
+    visit.goto("progress", view="log", lang="en")
+    with visit.page.expect_download() as coming:
+        visit.page.get_by_role("button", name="Export as JSON lines").click()
+    exported = coming.value.path().read_bytes()
+    assert [json.loads(line)["id"] for line in exported.splitlines()] == [event["id"] for event in held(visit)]
+    given(visit, tmp_path, exported, "0 events were new, 1 were here already.")
+    other = open_reader(hosted)
+    other.goto("progress", view="log", lang="en")
+    given(other, tmp_path, exported + b"{}\n", "Line 2 can't be read")
+    given(other, tmp_path, b"\xff\xfe\x00", "This file holds no event.")
+    given(other, tmp_path, json.dumps({"v": 9, "kind": "opened"}).encode(), "newer version")
+    assert held(other) == []
+    given(other, tmp_path, b"\xef\xbb\xbf" + exported, "1 events were new, 0 were here already.")
+    assert wait_for(other, 1) == held(visit)

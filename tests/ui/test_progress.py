@@ -1,13 +1,12 @@
 """The Progress page without a browser: empty and filled, its settings, and the way of a log out and in again."""
 
-import json
 from datetime import date, timedelta
 
 import pytest
 from streamlit.testing.v1 import AppTest
 
 from study.database import connect
-from study.events import Review, now, write_line
+from study.events import Review, now
 from study.log import FILE, SqlLog
 from study.progress import fold
 from tests.ui.test_pages import APP
@@ -79,38 +78,6 @@ def test_settings_are_events_and_make_a_plan(folder):
     assert len(kept(folder)) == 3
     app.run()
     assert len(kept(folder)) == 3  # what is set already is not set again
-
-
-def test_a_log_goes_out_and_in_again(folder, tmp_path_factory, monkeypatch):
-    log = fill(folder, 12)
-    text = "".join(write_line(event) + "\n" for event in log)
-    other = tmp_path_factory.mktemp("other")
-    monkeypatch.setenv("DATA_DIR", str(other))
-    app = opened(view="log")
-    app.file_uploader(key="log-import").set_value(("log.jsonl", text.encode(), "application/x-ndjson")).run()
-    button(app, "Import this file").click().run()
-    assert any("12 events were new, 0 were here" in m.value for m in app.markdown)
-    button(app, "Import this file").click().run()
-    assert any("0 events were new, 12 were here" in m.value for m in app.markdown)
-    assert {event.id for event in kept(other)} == {event.id for event in log}
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"\xff\xfe\x00", "no exported log"),
-        (b"not json\n", "Line 1 can't be read"),
-        (json.dumps({"v": 9, "kind": "opened"}).encode(), "newer version"),
-    ],
-)
-def test_a_file_that_is_no_log_is_refused_and_nothing_changes(content, words, folder):
-    fill(folder, 3)
-    app = opened(view="log")
-    app.file_uploader(key="log-import").set_value(("x.jsonl", content, "application/x-ndjson")).run()
-    button(app, "Import this file").click().run()
-    assert not app.exception
-    assert any(words in m.value for m in app.markdown), [m.value for m in app.markdown]
-    assert len(kept(folder)) == 3
 
 
 def test_everything_is_forgotten_only_after_the_word(folder):

@@ -116,12 +116,17 @@ class Measured(_Event):
     kind: Literal["measured"] = "measured"
     card: Name
     claim: Name
-    value: float
+    claim_hash: Name  # of what was measured, and by which code: another one is another claim
+    code_hash: Name
+    values: tuple[Number | None, ...]  # None is no number: a ratio to 0, a run that diverged
+    value: Number | None
     holds: bool
     seeds: tuple[int, ...]
+    failed_seeds: tuple[int, ...]
     device: Name
     dtype: Name
     torch: Name
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Opened(_Event):

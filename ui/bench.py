@@ -19,9 +19,9 @@ from engine import registry, runner
 from engine.base import ParamsError, Result
 from engine.registry import Experiment
 from engine.runner import Handle, RunSpec
-from ui import charts, engine, frame, jobbar, runs, state, takehome, text, widgets
+from ui import charts, engine, frame, jobbar, learner, runs, state, takehome, text, widgets
 from ui.boundary import fragment
-from ui.state import Prediction, Shown
+from ui.state import Shown
 from ui.text import t
 
 PLACE = "bench"  # key of the container that holds a panel
@@ -211,7 +211,7 @@ def _collect(setup: Setup) -> None:
     if brought is not None:
         brought.shown.seconds = job.seconds
         _show(setup, brought.shown)
-        reader.verdicts.update({verdict.claim: verdict for verdict in brought.verdicts})
+        learner.remember(brought.verdicts)
     if job.state == "done":
         reader.messages.pop(setup.slot, None)
     else:
@@ -506,10 +506,9 @@ def _prediction_outcome(setup: Setup) -> None:
     if shown.spec != spec or metric not in shown.result.metrics:
         return
     measured = shown.result.metrics[metric]
-    prediction = Prediction(setup.experiment, metric, predicted, measured)
-    reader = state.reader()
-    if prediction not in reader.predictions:
-        reader.predictions.append(prediction)
+    if state.value_of(f"{setup.slot}:pending-kept") != pending:
+        state.set_value(f"{setup.slot}:pending-kept", pending)
+        learner.predicted(setup.experiment, metric, predicted, measured)
     st.info(
         t(
             "prediction_outcome",

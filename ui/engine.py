@@ -23,7 +23,7 @@ from streamlit.runtime.scriptrunner import get_script_run_ctx
 from engine import devices, executors, runner
 from engine.base import Result, Stopped, Stopwatch
 from engine.runner import Handle, Job, RunSpec
-from ui import state
+from ui import learner, state
 
 QUICK_S = 0.3  # a run that takes longer than this becomes a job
 ABANDONED_S = 150  # a browser asks at least once a minute, also for a tab in the background
@@ -55,6 +55,7 @@ class WarmUp:
             runner.settle_process()  # imports torch
             devices.available()
             # what was made so far lives as long as the process: the collector need not look at it again
+            learner.prepare()
             gc.collect()
             gc.freeze()
         except (ImportError, OSError) as error:  # torch missing, or its libraries do not load: the pages say so

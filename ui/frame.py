@@ -11,7 +11,7 @@ import streamlit as st
 from content.loader import ContentError
 from content.schema import LANGUAGES
 from engine import devices
-from ui import deck, engine, jobbar, saved, state, verifying
+from ui import deck, engine, jobbar, learner, saved, state, verifying
 from ui.boundary import fragment, guarded, log
 from ui.text import t
 
@@ -24,6 +24,7 @@ PAGES = {
     "progress": ("pages/progress.py", ":material/monitoring:"),
     "claims": ("pages/claims.py", ":material/fact_check:"),
 }
+KEEPING = ("quiz", "progress")  # these bring what they record to the browser themselves, in their fragments
 ICON = Path(__file__).parent / "icon.svg"
 LANGUAGE_NAMES = {"en": "English", "zh": "中文"}
 
@@ -52,8 +53,12 @@ def page(page_id: str) -> Iterator[None]:
     _sidebar(page_id)
     state.reader().drawn_jobs.clear()
     with guarded(f"page {page_id}"):
+        if learner.is_at_hand():
+            learner.restore()
         verifying.collect()
         yield
+        if page_id not in KEEPING:
+            learner.keep()
         jobbar.foot()
     engine.warm_up().start()
 

@@ -8,6 +8,7 @@ from content.schema import Card
 from study import desk, schedule
 from study.events import now
 from ui import deck, frame, learner, ledger, quiz
+from ui.boundary import fragment
 from ui.text import say, t
 
 FLAGSHIP = "sdpa-scale-sqrt-dk"
@@ -27,12 +28,12 @@ def draw() -> None:
             st.markdown(say(card.intent).strip().split("{{")[0])
             if st.button(t("open_card"), key="open_flagship", type="primary", icon=":material/arrow_forward:"):
                 frame.go("cards", card=card.id)
-    _today()
+    # the first page of a process does not wait for the log
+    fragment(_today, run_every=None if learner.is_at_hand() else 1.0)()
     st.subheader(t("deck_map"), anchor=False)
     if not held.cards:
         st.info(t("no_cards"), icon=":material/search_off:")
     _map(list(held.cards.values()))
-    learner.keep()
     st.subheader(t("what_else"), anchor=False)
     quizzed, followed = st.columns(2)
     with quizzed, st.container(border=True):
@@ -52,6 +53,8 @@ def draw() -> None:
 
 def _today() -> None:
     """For who has begun: what is due, the days left, and what waits for an answer."""
+    if not learner.is_at_hand():
+        return
     progress, at, zone = learner.progress(), now(), learner.zone()
     if not progress.reviews:
         return

@@ -8,7 +8,10 @@ a script in the page keeps; the server holds the log of a visit only as long as 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import threading
+from collections.abc import Iterable
 from datetime import UTC, tzinfo
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,14 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 import streamlit as st
 from streamlit.components import v2
 
+from claims.verify import Verdict
 from study import log as logs
-from study.events import BadLine, Event, read_line, write_line
+from study.events import BadLine, Event, Prediction, now, read_line, write_line
 from study.log import Log, MemoryLog, SqlLog
+from study.measured import event_of, verdict_of
 from study.progress import Progress, fold
 from ui import state
+from ui.deck import deck
 from ui.text import t
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -55,6 +61,26 @@ def _engine(url: str) -> Any:
     from study.database import connect
 
     return connect(url)
+
+
+_prepared = threading.Event()  # the database was opened once, outside a script run
+
+
+def prepare() -> None:
+    """Open the database of this process, in the warm-up: its libraries take half a second to import."""
+    if os.environ.get("DATABASE_URL") or place() == "file":
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            _engine(logs.database_url())
+        except (SQLAlchemyError, OSError) as error:
+            log.error("progress can't be kept: %s", error)  # and the page of a reader who answers something says so
+    _prepared.set()
+
+
+def is_at_hand() -> bool:
+    """Whether the log can be read without holding up a page."""
+    return state.reader().log is not None or place() == "browser" or _prepared.is_set()
 
 
 def reader_log() -> Log:
@@ -94,6 +120,37 @@ def record(*events: Event) -> None:
     reader_log().append(events)
     if place() == "browser":
         state.reader().browser.lines += [write_line(event) for event in events]
+
+
+def predicted(experiment: str, metric: str, value: float, measured: float, claim: str = "") -> None:
+    """A number that was committed to before a run, and what came out. What is no number has no place in a log."""
+    if math.isfinite(value) and math.isfinite(measured):
+        record(
+            Prediction(at=now(), experiment=experiment, metric=metric, predicted=value, measured=measured, claim=claim)
+        )
+
+
+def remember(verdicts: Iterable[Verdict]) -> None:
+    """Receipts that were measured on this device: they stand in the texts from now on, and in the log."""
+    claims = {claim.id: claim for of_card in deck().claims.values() for claim in of_card}
+    done = list(verdicts)
+    state.reader().verdicts.update({verdict.claim: verdict for verdict in done})
+    record(*(event_of(v, claims[v.claim], now()) for v in done if v.claim in claims))
+
+
+def restore() -> None:
+    """Take the reader's own receipts out of the log, once a visit, as far as claims and code are still the same."""
+    reader = state.reader()
+    events = progress().measured
+    if reader.restored == len(events):
+        return
+    reader.restored = len(events)
+    claims = {claim.id: claim for of_card in deck().claims.values() for claim in of_card}
+    for name, event in events.items():
+        if name in claims and name not in reader.verdicts:
+            verdict = verdict_of(event, claims[name])
+            if verdict is not None:
+                reader.verdicts[name] = verdict
 
 
 def keep_all() -> None:

@@ -10,9 +10,9 @@ import streamlit as st
 
 from content.schema import Card
 from engine.runner import Handle
-from study import desk, grading, schedule
+from study import answers, desk, grading, schedule
 from study.answers import Unreadable
-from study.events import Prediction, Report, Review, Undo, now
+from study.events import Report, Review, Undo, now
 from study.grading import Grade
 from study.items import Item, NumericQuestion, PredictQuestion, Question, RecallQuestion, pose
 from study.schedule import RATINGS
@@ -271,20 +271,9 @@ def _learn_from(question: Question, held: Asking) -> None:
     if question.ask == "direction":
         predicted = 2.0 if held.answer == grading.LARGER else 0.5
     else:
-        from study import answers
-
         predicted = answers.number(held.answer, grading.unit_of(question))
     claim = question.claim
-    learner.record(
-        Prediction(
-            at=now(),
-            experiment=claim.experiment,
-            metric=claim.metric,
-            predicted=predicted,
-            measured=held.measured,
-            claim=claim.id,
-        )
-    )
+    learner.predicted(claim.experiment, claim.metric, predicted, held.measured, claim.id)
 
 
 def _answered(question: Question, card: Card, held: Asking, mode: str) -> None:

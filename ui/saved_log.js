@@ -18,7 +18,7 @@ function keep(data) {
 export default function ({ data, setStateValue }) {
   try {
     const held = keep(data)
-    if (!data.read) setStateValue("log", { held, failed: "" })
+    if (!data.read && held) setStateValue("log", { held, failed: "" })
     else if (data.lines.length > MANY) setStateValue("kept", data.end)
   } catch (error) {
     // storage is switched off, or full: the page says so once

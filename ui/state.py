@@ -24,16 +24,6 @@ from study.log import Log
 from study.progress import Progress
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What a reader committed to before a run, and what came out."""
-
-    experiment: str
-    metric: str
-    predicted: float
-    measured: float
-
-
 @dataclass
 class Shown:
     """What a lab panel shows now: kept, so that the chart stays while a new run goes on."""
@@ -93,12 +83,12 @@ class Reader:
     messages: dict[str, str] = field(default_factory=dict)  # what happened to the last run, by slot
     revealed: set[str] = field(default_factory=set)  # answers that were asked for
     refuted: set[str] = field(default_factory=set)  # mistakes whose counter-example was run
-    predictions: list[Prediction] = field(default_factory=list)
     timer_started: float | None = None
     log: Log | None = None  # of the reader's progress: ui/learner.py
     log_failed: str = ""  # the kind of error that keeps progress from being kept
     progress: tuple[int, Progress] | None = None  # what the log says, and of how many events
     browser: InBrowser = field(default_factory=InBrowser)
+    restored: int = 0  # own receipts in the log when they were last taken out of it
     exam_runs: dict[str, dict[int, float]] = field(default_factory=dict)  # what the engine said, by exam and place
     asking: dict[str, Asking] = field(default_factory=dict)  # the question on the table, by mode of the quiz
 

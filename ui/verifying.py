@@ -9,7 +9,7 @@ import streamlit as st
 from claims.verify import Verdict, verify
 from content.schema import Claim
 from engine.runner import Handle
-from ui import engine, state, text
+from ui import engine, learner, state, text
 from ui.text import t
 
 PURPOSE = "claims"
@@ -44,7 +44,7 @@ def collect() -> None:
     if job is None:
         return
     verdicts: tuple[Verdict, ...] = (job.result if job.state == "done" else job.partial) or ()
-    state.reader().verdicts.update({v.claim: v for v in verdicts})
+    learner.remember(verdicts)
     if job.state == "failed":
         st.error(text.error(job.error), icon=":material/error:")
         return

@@ -1,5 +1,6 @@
 """The log's laws: what is computed depends on the set of events alone, and every line of it is read for ever."""
 
+import math
 import random
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -8,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from claims.verify import Verdict, interval
 from study import events as ev
 from study.events import BadLine, read_line, read_lines, write_line
+from study.measured import event_of, verdict_of
 from study.progress import DEFAULTS, fold
 
 COMMITTED = Path(__file__).parent / "log-v1.jsonl"
@@ -181,3 +184,28 @@ def test_a_line_that_is_no_event_is_refused_with_its_number(line, reason):
     with pytest.raises(BadLine) as refused:
         read_line(line, 7)
     assert (refused.value.line, refused.value.reason) == (7, reason)
+
+
+def test_an_own_receipt_comes_back_while_claim_and_code_are_the_same(deck):
+    claim = next(c for c in deck.cards["sdpa-scale-sqrt-dk"].claims if c.seeds)
+    verdict = Verdict(
+        claim=claim.id,
+        card="sdpa-scale-sqrt-dk",
+        value=math.nan,
+        values=(1.5, math.nan),
+        low=interval(claim.expect)[0],
+        high=interval(claim.expect)[1],
+        holds=False,
+        failed_seeds=(1,),
+        seeds=(0, 1),
+        device="cuda:0",
+        dtype="float32",
+        torch="2.13.0",
+        seconds=0.5,
+    )
+    event = read_line(write_line(event_of(verdict, claim, START)))
+    again = verdict_of(event, claim)
+    assert repr(again) == repr(verdict)  # nan is not equal to itself
+    other = claim.model_copy(update={"params": {**claim.params, "d_k": 3}})
+    assert verdict_of(event, other) is None
+    assert verdict_of(event.model_copy(update={"code_hash": "0" * 16}), claim) is None

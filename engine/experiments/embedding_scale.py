@@ -41,9 +41,6 @@ class Params(BaseParams):
         if self.d_model % 2:
             yield Problem("rule", "d_model", self.d_model, rule="model_width_is_even")
 
-    def unread(self) -> frozenset[str]:
-        return frozenset()  # every initialization is on the chart, so what one of them reads is read
-
 
 METRICS = (
     Metric("token_norm"),
@@ -105,9 +102,7 @@ def run(params: Params, run: Run) -> Result:
     return Result(metrics, {"by_init": by_init, "cosines": shares})
 
 
-def _embedding(
-    params: Params, init: str, scaled: bool, normal: torch.Tensor, uniform: torch.Tensor
-) -> torch.Tensor:
+def _embedding(params: Params, init: str, scaled: bool, normal: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Rows of an embedding, drawn as ``init`` says. Shapes: (n_drawn, d_model)."""
     factor = params.d_model**0.5 if scaled else 1.0
     if init == "xavier_uniform":

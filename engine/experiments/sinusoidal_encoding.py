@@ -11,8 +11,8 @@ later ones, pair by pair or as one full matrix.
 What else is measured: how far apart the two nearest positions are, over the root mean square of the norms; how many
 directions the table fills; and what of the products is left when W_q, W_k and the tokens' content come in.
 
-Layouts: ``interleaved`` is the paper's, ``half_split`` holds all sines before all cosines, ``tensor2tensor`` does so
-with exponents that reach the base itself, :math:`i/(d/2-1)` in place of :math:`2i/d`.
+Layouts: ``sin_cos_interleaved`` is the paper's, ``sines_then_cosines`` holds all sines before all cosines,
+``tensor2tensor`` does so with exponents that reach the base itself, :math:`i/(d/2-1)` in place of :math:`2i/d`.
 
 Everything is computed in float64 on the CPU, so that what is left of a law is rounding.
 
@@ -35,21 +35,21 @@ from engine.encodings import SINUSOIDAL_BASE, sinusoidal
 if TYPE_CHECKING:
     import torch
 
-SINUSOIDS = ("sinusoidal", "one_frequency")  # codes made of pairs of a sine and a cosine
-COMPARED = ("sinusoidal", "one_frequency", "integers", "binary", "random_table")  # always on the chart of distances
+SINUSOIDS = ("sinusoidal", "one_wave")  # codes made of pairs of a sine and a cosine
+COMPARED = ("sinusoidal", "one_wave", "integers", "binary", "random_table")  # always on the chart of distances
 
 
 @dataclass(frozen=True)
 class Params(BaseParams):
-    code: str = choice("sinusoidal", "one_frequency", "sines_only", "integers", "normalized", "binary", "random_table")
+    code: str = choice("sinusoidal", "one_wave", "sines", "integers", "normalized", "binary", "random_table")
     d_model: int = number(64, low=4, high=512, log2=True)
     base: float = number(SINUSOIDAL_BASE, low=2, high=10_000_000)
-    layout: str = choice("interleaved", "half_split", "tensor2tensor")
+    layout: str = choice("sin_cos_interleaved", "sines_then_cosines", "tensor2tensor")
     single_wavelength: float = number(100.0, low=2, high=100_000)
     seq_len: int = number(128, low=16, high=1024, log2=True)
     offset: int = number(7, low=1, high=512)
     fit_map: str = choice("pair_blocks", "full_matrix")
-    n_fit: int = number(32, low=1, high=512, log2=True)
+    n_fit: int = number(32, low=1, high=256, log2=True)
     bias: bool = flag(False)
     projection: str = choice("no_projection", "random_projection", "shared_orthogonal", "pair_rotations")
     content_std: float = number(0.0, low=0, high=10, step=0.1)
@@ -61,10 +61,6 @@ class Params(BaseParams):
             yield Problem("rule", "n_fit", self.n_fit, rule="positions_left_to_test", values={"n": self.seq_len})
         if self.projection == "pair_rotations" and self.code not in SINUSOIDS:
             yield Problem("rule", "projection", self.projection, rule="rotations_need_pairs")
-
-    def unread(self) -> frozenset[str]:
-        idle = set() if self.code == "sinusoidal" else {"layout"}
-        return frozenset(idle)
 
 
 METRICS = (
@@ -88,7 +84,15 @@ METRICS = (
 )
 PLOTS = (
     Plot("table", table="table", mark="heat", x="coordinate", y="position", value="position_value"),
-    Plot("products", table="products", x="signed_distance", y="similarity", by="stage", low="low", high="high"),
+    Plot(
+        "products",
+        table="products",
+        x="signed_distance",
+        y="similarity",
+        by="stage",
+        low="similarity_low",
+        high="similarity_high",
+    ),
     Plot("shift", table="shift", x="position", y="map_error", by="positions_were", y_scale="log10"),
     Plot("separation", table="separation", x="seq_len", y="separation", by="code", x_scale="log2", y_scale="log10"),
 )
@@ -97,7 +101,8 @@ BUDGET_S = 0.06
 HELD = 0.99  # of the table's variance, by which its dimensions are counted
 STILL = 0.1  # a coordinate that moves by less over all positions hardly tells any of them apart
 SHOWN_POSITIONS, SHOWN_COORDINATES, SHOWN_DISTANCES = 24, 32, 32
-DRAWN_FLOOR = 1e-17  # what is exactly 0 is drawn here, on a logarithmic axis
+DRAWN_ERROR = 1e-17  # what is exactly 0 is drawn here, on a logarithmic axis
+DRAWN_SEPARATION = 1e-5  # and of distances also what is smaller
 ROWS = 64  # of positions whose distances to all others are taken at once
 
 
@@ -105,7 +110,7 @@ def memory_bytes(params: Params) -> int:
     """Tables of the compared codes, logits, distances and products of all pairs of positions, in float64."""
     width = max(params.d_model, 2 * int(math.log2(params.seq_len)) + 2)
     matrices = 8 * width**2
-    pairs = 8 * params.seq_len**2
+    pairs = 13 * params.seq_len**2
     return 8 * (10 * params.seq_len * width + matrices + pairs) + 2**20
 
 
@@ -171,7 +176,7 @@ def run(params: Params, run: Run) -> Result:
         "products": _products(params, (low, mean, high), size, logits),
         "shift": {
             "position": positions[: params.seq_len - params.offset].numpy(),
-            "map_error": (torch.cat((seen[0], unseen[0])) / size).sqrt().numpy().clip(DRAWN_FLOOR),
+            "map_error": (torch.cat((seen[0], unseen[0])) / size).sqrt().numpy().clip(DRAWN_ERROR),
             "positions_were": np.repeat(["fitted", "not_fitted"], [len(seen[0]), len(unseen[0])]),
         },
         "separation": _separations(params, distances, random_table),
@@ -193,32 +198,32 @@ def _code(params: Params, code: str, random_table: torch.Tensor) -> torch.Tensor
         return ((positions.long()[:, None] >> bits) & 1).double()
     if code == "random_table":
         return random_table
-    if code == "one_frequency":
+    if code == "one_wave":
         angles = positions * (2 * math.pi / params.single_wavelength)
         return torch.stack((angles.sin(), angles.cos()), dim=1)
-    if code == "sines_only":
+    if code == "sines":
         return sinusoidal(positions, params.d_model, params.base)[:, 0::2]
     if params.layout == "tensor2tensor":
         steps = torch.arange(params.d_model // 2, dtype=torch.float64) / max(1, params.d_model // 2 - 1)
         angles = positions[:, None] * params.base**-steps
         return torch.cat((angles.sin(), angles.cos()), dim=1)
     table = sinusoidal(positions, params.d_model, params.base)
-    return table if params.layout == "interleaved" else torch.cat((table[:, 0::2], table[:, 1::2]), dim=1)
+    return table if params.layout == "sin_cos_interleaved" else torch.cat((table[:, 0::2], table[:, 1::2]), dim=1)
 
 
 def _pairs(params: Params, table: torch.Tensor) -> torch.Tensor:
     """The coordinates ordered so that those of a pair stand side by side. Shapes: (seq_len, width) both ways."""
     import torch
 
-    if params.code != "sinusoidal" or params.layout == "interleaved":
+    if params.code != "sinusoidal" or params.layout == "sin_cos_interleaved":
         return table
     return torch.stack(table.chunk(2, dim=1), dim=2).flatten(1)
 
 
-Misses = tuple["torch.Tensor", "torch.Tensor"]  # squared error and squared size at each position
+_Misses = tuple["torch.Tensor", "torch.Tensor"]  # squared error and squared size at each position
 
 
-def _fit(params: Params, table: torch.Tensor) -> tuple[Misses, Misses, float]:
+def _fit(params: Params, table: torch.Tensor) -> tuple[_Misses, _Misses, float]:
     """The linear map from a position to the one ``offset`` later, of the first n_fit positions; errors there and later.
 
     Also how far the map is from keeping lengths, the largest entry of M^T M - I over the blocks.
@@ -243,7 +248,7 @@ def _fit(params: Params, table: torch.Tensor) -> tuple[Misses, Misses, float]:
     return (error[:n], sizes[:n]), (error[n:], sizes[n:]), not_orthogonal
 
 
-def _relative(misses: Misses) -> torch.Tensor:
+def _relative(misses: _Misses) -> torch.Tensor:
     """Root mean square of the errors over that of the targets."""
     error, sizes = misses
     return (error.sum() / sizes.sum()).sqrt()
@@ -285,11 +290,11 @@ def _logits(params: Params, table: torch.Tensor, run: Run) -> torch.Tensor:
 
 
 def _wavelengths(params: Params, table: torch.Tensor) -> torch.Tensor:
-    """Positions for a full turn of each pair, from its step between positions 0 and 1; NaN where there are no pairs."""
+    """Positions for a full turn of each pair, from its step between positions 0 and 1; 0 where there are no pairs."""
     import torch
 
     if params.code not in SINUSOIDS:
-        return torch.full((1,), torch.nan)
+        return torch.zeros(1, dtype=table.dtype)
     ordered = _pairs(params, table)
     angles = torch.atan2(ordered[:2, 0::2], ordered[:2, 1::2])
     return 2 * math.pi / angles.diff(dim=0)[0].remainder(2 * math.pi)
@@ -332,7 +337,7 @@ def _products(params: Params, products: tuple[torch.Tensor, ...], size: torch.Te
     places = distances + params.seq_len - 1
     after = tuple(_by_distance(logits, reduce) for reduce in ("amin", "mean", "amax"))
     unit = after[1][places].abs().max().clamp(min=torch.finfo(logits.dtype).tiny)
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("low", "similarity", "high")}
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("similarity_low", "similarity", "similarity_high")}
     for values, over in ((products, size), (after, unit)):
         for column, value in zip(columns, values, strict=True):
             columns[column].append((value[places] / over).numpy().round(4).astype(np.float32))
@@ -353,5 +358,5 @@ def _separations(params: Params, distances: dict[str, torch.Tensor], random_tabl
         for n in lengths:
             codes.append(code)
             columns["seq_len"].append(n)
-            columns["separation"].append(max((apart[:n, :n].min() / sizes[:n].mean().sqrt()).item(), DRAWN_FLOOR))
+            columns["separation"].append(max((apart[:n, :n].min() / sizes[:n].mean().sqrt()).item(), DRAWN_SEPARATION))
     return {"code": np.array(codes), **{name: np.array(values) for name, values in columns.items()}}

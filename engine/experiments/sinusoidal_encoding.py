@@ -142,7 +142,9 @@ def run(params: Params, run: Run) -> Result:
     run.progress(0.7)
 
     centred = table - table.mean(dim=0)
-    variances = torch.linalg.eigvalsh(centred.T @ centred).flip(0).clamp(min=0)
+    # the smaller of the two products; the other has the same eigenvalues, and zeros
+    squares = centred.T @ centred if params.seq_len > table.shape[1] else centred @ centred.T
+    variances = torch.linalg.eigvalsh(squares).flip(0).clamp(min=0)
     held = variances.cumsum(0) / variances.sum()
     reach = table.amax(dim=0) - table.amin(dim=0)
     run.progress(0.8)

@@ -174,7 +174,7 @@ def run(params: Params, run: Run) -> Result:
         "direction_share": (turned.square().sum() / centre.square().sum()).item(),
     }
     tables = {
-        "table": _table(table),
+        "table": _table(params, table),
         "products": _products(params, (low, mean, high), size, logits),
         "shift": {
             "position": positions[: params.seq_len - params.offset].numpy(),
@@ -317,12 +317,18 @@ def _by_distance(matrix: torch.Tensor, reduce: str) -> torch.Tensor:
     return empty.scatter_reduce(0, numbers, matrix.flatten(), reduce, include_self=False)
 
 
-def _table(table: torch.Tensor) -> Table:
-    """The first positions and coordinates spread over the whole width, as on the usual picture."""
+def _table(params: Params, table: torch.Tensor) -> Table:
+    """The first positions, and coordinates from fast to slow: whole pairs, where the code has them."""
     import torch
 
+    width = table.shape[1]
     some = table[:SHOWN_POSITIONS]
-    shown = torch.linspace(0, table.shape[1] - 1, min(SHOWN_COORDINATES, table.shape[1])).round().long()
+    if params.code in SINUSOIDS and width > SHOWN_COORDINATES:
+        pairs = torch.linspace(0, width // 2 - 1, SHOWN_COORDINATES // 2).round().long()
+        interleaved = params.layout == "sin_cos_interleaved"
+        shown = torch.cat((2 * pairs, 2 * pairs + 1) if interleaved else (pairs, pairs + width // 2)).sort().values
+    else:
+        shown = torch.linspace(0, width - 1, min(SHOWN_COORDINATES, width)).round().long()
     return {
         "position": np.repeat(np.arange(len(some)), len(shown)),
         "coordinate": np.tile(shown.numpy(), len(some)),

@@ -172,6 +172,7 @@ def test_charts_show_what_was_measured():
     table = result.tables["table"]
     at = (table["position"] == 1) & (table["coordinate"] == 0)
     assert table["position_value"][at] == pytest.approx([math.sin(1)], abs=1e-3)  # rounded to 3 digits for the chart
+    assert {0, 1, 62, 63} <= set(table["coordinate"])  # whole pairs, the fastest and the slowest
     products = result.tables["products"]
     bare = products["stage"] == "bare_code"
     assert (products["similarity_high"][bare] - products["similarity_low"][bare]).max() < 1e-3

@@ -50,7 +50,15 @@ METRICS = (
     Metric("same_position_cosine"),
 )
 PLOTS = (
-    Plot("ratios", table="by_init", mark="bar", x="embedding_init", y="position_over_token", by="embedding"),
+    Plot(
+        "ratios",
+        table="by_init",
+        mark="point",
+        x="embedding_init",
+        y="position_over_token",
+        by="embedding",
+        y_scale="log10",
+    ),
     Plot("cosines", table="cosines", mark="bar", x="embedding_init", y="sum_cosine", by="two_sums_share"),
 )
 BUDGET_S = 0.04

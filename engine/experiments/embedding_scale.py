@@ -129,4 +129,4 @@ def _cosine(tokens: torch.Tensor, positions: torch.Tensor, shared: str) -> float
         one, other = tokens + positions, tokens + positions.roll(half, 0)
     else:
         one, other = tokens + positions, tokens.roll(half, 0) + positions
-    return cosine_similarity(one, other, dim=1).mean().item()
+    return float(cosine_similarity(one, other, dim=1).mean())

@@ -93,16 +93,16 @@ PLOTS = (
         low="similarity_low",
         high="similarity_high",
     ),
-    Plot("shift", table="shift", x="position", y="map_error", by="positions_were", y_scale="log10"),
+    Plot("shift", table="shift", x="position", y="map_error", by="error_is", y_scale="log10"),
     Plot("separation", table="separation", x="seq_len", y="separation", by="code", x_scale="log2", y_scale="log10"),
 )
 BUDGET_S = 0.06
 
 HELD = 0.99  # of the table's variance, by which its dimensions are counted
 STILL = 0.1  # a coordinate that moves by less over all positions hardly tells any of them apart
-SHOWN_POSITIONS, SHOWN_COORDINATES, SHOWN_DISTANCES = 24, 32, 32
+SHOWN_POSITIONS, SHOWN_COORDINATES, SHOWN_DISTANCES = 16, 32, 32
 DRAWN_ERROR = 1e-17  # what is exactly 0 is drawn here, on a logarithmic axis
-DRAWN_SEPARATION = 1e-5  # and of distances also what is smaller
+DRAWN_SEPARATION = 1e-4  # and of distances also what is smaller
 ROWS = 64  # of positions whose distances to all others are taken at once
 
 
@@ -121,7 +121,6 @@ def run(params: Params, run: Run) -> Result:
     """
     import torch
 
-    positions = torch.arange(params.seq_len)
     random_table = run.randn(params.seq_len, params.d_model).cpu().double()
     table = _code(params, params.code, random_table)
     norms = table.norm(dim=1)
@@ -149,7 +148,7 @@ def run(params: Params, run: Run) -> Result:
     reach = table.amax(dim=0) - table.amin(dim=0)
     run.progress(0.8)
 
-    logits = _logits(params, table, run)
+    logits, logits_size = _logits(params, table, run)
     centre = logits - logits.mean()
     by_distance = _by_distance(logits, "mean")[_diagonals(params.seq_len)]
     turned = (logits - logits.T) / 2
@@ -175,12 +174,8 @@ def run(params: Params, run: Run) -> Result:
     }
     tables = {
         "table": _table(params, table),
-        "products": _products(params, (low, mean, high), size, logits),
-        "shift": {
-            "position": positions[: params.seq_len - params.offset].numpy(),
-            "map_error": (torch.cat((seen[0], unseen[0])) / size).sqrt().numpy().clip(DRAWN_ERROR),
-            "positions_were": np.repeat(["fitted", "not_fitted"], [len(seen[0]), len(unseen[0])]),
-        },
+        "products": _products(params, (low, mean, high), size, logits, logits_size),
+        "shift": _shift(params, table, torch.cat((seen[0], unseen[0])), size),
         "separation": _separations(params, distances, random_table),
     }
     return Result(metrics, tables)
@@ -269,26 +264,29 @@ def _distances(params: Params, code: str, random_table: torch.Tensor, run: Run) 
     return torch.cat(found).fill_diagonal_(torch.inf)
 
 
-def _logits(params: Params, table: torch.Tensor, run: Run) -> torch.Tensor:
-    """q·k of all positions, with the chosen matrices between the code and the product. Shapes: (seq_len, seq_len)."""
+def _logits(params: Params, table: torch.Tensor, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """q·k of all positions, with the chosen matrices before the product, and the root mean square norms multiplied.
+
+    Shapes: (seq_len, seq_len) and ().
+    """
     import torch
 
     seq_len, width = table.shape
     content = run.randn(seq_len, width).cpu().double()
     W_q, W_k = (run.randn(width, width).cpu().double() / width**0.5 for _ in range(2))
-    x = _pairs(params, table) + params.content_std * content
+    q = k = _pairs(params, table) + params.content_std * content
     if params.projection == "random_projection":
-        return qk_product(x @ W_q, x @ W_k)
-    if params.projection == "shared_orthogonal":
+        q, k = q @ W_q, k @ W_k
+    elif params.projection == "shared_orthogonal":
         both = torch.linalg.qr(W_q).Q
-        return qk_product(x @ both, x @ both)
-    if params.projection == "pair_rotations":
+        q, k = q @ both, k @ both
+    elif params.projection == "pair_rotations":
         # each pair of q and of k turned and stretched in its own way: a complex factor
         factors = [torch.complex(W[0, 0::2], W[1, 0::2]) * width**0.5 for W in (W_q, W_k)]
-        pairs = torch.complex(x[:, 0::2].contiguous(), x[:, 1::2].contiguous())
+        pairs = torch.complex(q[:, 0::2].contiguous(), q[:, 1::2].contiguous())
         q, k = (torch.view_as_real(pairs * factor).flatten(1) for factor in factors)
-        return qk_product(q, k)
-    return qk_product(x, x)
+    size = (q.square().sum(dim=1).mean() * k.square().sum(dim=1).mean()).sqrt()
+    return qk_product(q, k), size
 
 
 def _wavelengths(params: Params, table: torch.Tensor) -> torch.Tensor:
@@ -336,17 +334,35 @@ def _table(params: Params, table: torch.Tensor) -> Table:
     }
 
 
-def _products(params: Params, products: tuple[torch.Tensor, ...], size: torch.Tensor, logits: torch.Tensor) -> Table:
-    """Products of the bare code and the logits, by distance, each over its own largest mean, with their range."""
+def _shift(params: Params, table: torch.Tensor, error: torch.Tensor, size: torch.Tensor) -> Table:
+    """What the map misses at each position, and what one would miss without any, over the root mean square norm."""
+    import torch
+
+    unmoved = (table[params.offset :] - table[: -params.offset]).square().sum(dim=1)
+    names = np.repeat(["fitted", "not_fitted", "no_map"], [params.n_fit, len(error) - params.n_fit, len(unmoved)])
+    return {
+        "position": np.tile(np.arange(len(error)), 2),
+        "map_error": (torch.cat((error, unmoved)) / size).sqrt().numpy().clip(DRAWN_ERROR),
+        "error_is": names,
+    }
+
+
+def _products(
+    params: Params,
+    products: tuple[torch.Tensor, ...],
+    size: torch.Tensor,
+    logits: torch.Tensor,
+    logits_size: torch.Tensor,
+) -> Table:
+    """Products of the bare code and the logits, by distance, each over the norms of its vectors, with their range."""
     import torch
 
     most = min(params.seq_len - 1, SHOWN_DISTANCES)
     distances = torch.arange(-most, most + 1)
     places = distances + params.seq_len - 1
     after = tuple(_by_distance(logits, reduce) for reduce in ("amin", "mean", "amax"))
-    unit = after[1][places].abs().max().clamp(min=torch.finfo(logits.dtype).tiny)
     columns: dict[str, list[np.ndarray]] = {name: [] for name in ("similarity_low", "similarity", "similarity_high")}
-    for values, over in ((products, size), (after, unit)):
+    for values, over in ((products, size), (after, logits_size.clamp(min=torch.finfo(logits.dtype).tiny))):
         for column, value in zip(columns, values, strict=True):
             columns[column].append((value[places] / over).numpy().round(4).astype(np.float32))
     return {

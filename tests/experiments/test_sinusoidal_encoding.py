@@ -138,7 +138,7 @@ def law(experiment: Experiment) -> None:
         ("turned = (logits - logits.T) / 2", "turned = logits - logits.T"),
         ("centre = logits - logits.mean()", "centre = logits"),
         ("centred = table - table.mean(dim=0)", "centred = table"),
-        ("return qk_product(x @ W_q, x @ W_k)", "return qk_product(x @ W_q, x @ W_q)"),
+        ("q, k = q @ W_q, k @ W_k", "q, k = q @ W_q, k @ W_q"),
         ("(reach < STILL)", "(reach > STILL)"),
     ],
 )
@@ -179,6 +179,10 @@ def test_charts_show_what_was_measured():
     assert (products["similarity_high"] - products["similarity_low"])[~bare].max() > 0.1
     left = products["similarity"][bare & (products["signed_distance"] == -5)]
     assert left == pytest.approx(products["similarity"][bare & (products["signed_distance"] == 5)])
+    assert np.abs(products["similarity"]).max() <= 1  # each over the norms of its own vectors
+    shift = result.tables["shift"]
+    unmoved = shift["map_error"][shift["error_is"] == "no_map"]
+    assert unmoved == pytest.approx(math.sqrt(2 - 2 * result.metrics["similarity_at_offset"]))  # one chord, everywhere
     separation = result.tables["separation"]
     last = (separation["code"] == "sinusoidal") & (separation["seq_len"] == 128)
     assert separation["separation"][last] == pytest.approx([result.metrics["separation"]])

@@ -571,6 +571,46 @@ def rope_precision(p: Any, run: Run) -> Any:
     return found, torch.arange(p.position + 1).to(torch.bfloat16).diff().count_nonzero()
 
 
+def sinusoidal_encoding(p: Any, run: Run) -> Any:
+    """Six tables, their products and distances, 32 small least squares, one spectrum, and the logits."""
+    import torch
+
+    at = torch.arange(p.seq_len, dtype=torch.float64)
+    angles = at[:, None] * p.base ** (-torch.arange(0, p.d_model, 2, dtype=torch.float64) / p.d_model)
+    table = torch.stack((angles.sin(), angles.cos()), -1).flatten(1)
+    drawn = run.randn(p.seq_len, p.d_model).double()
+    run.randn(p.seq_len, p.d_model), run.randn(p.d_model, p.d_model), run.randn(p.d_model, p.d_model)
+    bits = ((torch.arange(p.seq_len)[:, None] >> torch.arange((p.seq_len - 1).bit_length())) & 1).double()
+    codes = (table, table[:, :2], at[:, None], bits, drawn)
+    found: list[Any] = [torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").min() for x in codes]
+    lines = (torch.arange(p.seq_len)[:, None] - torch.arange(p.seq_len) + p.seq_len - 1).flatten()
+    for matrix in (table @ table.T, table @ table.T):
+        for how in ("amin", "mean", "amax"):
+            found.append(torch.zeros(2 * p.seq_len - 1).double().scatter_reduce(0, lines, matrix.flatten(), how))
+    for pair in table.split(2, 1):
+        x, y = pair[: -p.offset], pair[p.offset :]
+        M = torch.linalg.lstsq(x[: p.n_fit], y[: p.n_fit], driver="gelsd").solution
+        found.append((x @ M - y).square().sum(1))
+    found.append(torch.linalg.eigvalsh((table - table.mean(0)).T @ (table - table.mean(0))))
+    return found
+
+
+def embedding_scale(p: Any, run: Run) -> Any:
+    """Tokens of four initializations, as drawn and scaled: norms, and two cosines of the chosen ones with positions."""
+    import torch
+    from torch.nn.functional import cosine_similarity
+
+    normal, uniform = run.randn(p.n_drawn, p.d_model), run.rand(p.n_drawn, p.d_model)
+    angles = torch.arange(p.n_drawn)[:, None] * 1e4 ** (-torch.arange(0, p.d_model, 2) / p.d_model)
+    position = torch.stack((angles.sin(), angles.cos()), -1).flatten(1)
+    found = [position.norm(dim=1).mean()]
+    for drawn in (normal, normal, uniform, normal):
+        found += [(drawn * size).norm(dim=1).mean() for size in (0.02, 0.5)]
+        for other in ((drawn, position.roll(64, 0)), (drawn.roll(64, 0), position)):
+            found.append(cosine_similarity(drawn + position, other[0] + other[1], dim=1).mean())
+    return found
+
+
 def slot_retrieval(p: Any, run: Run) -> Any:
     """Twelve steps of softmax rows, their second moments, an inverse, a gradient; drawn tokens through the layers."""
     import torch

@@ -17,10 +17,13 @@ from content.bindings import Hole, bindings, citations, scan
 from content.loader import Deck
 from content.problems import Path, Problem, choices
 from content.prose import TO_WRITE, Page, check_card_texts, check_loose_texts, check_text
-from content.schema import LANGUAGES, Card, Cloze, Item, Numeric, Predict, Scalar, Shape, draws, texts
+from content.schema import LANGUAGES, Card, Cloze, Item, Numeric, Option, Predict, Scalar, Shape, draws, texts
 
 LEAST = {"claims": 5, "mistakes": 3, "follow_ups": 4}
 LEAST_ITEMS, LEAST_KINDS, LEAST_DRAWS = 8, 4, 50
+STANDS_OUT = 1.5  # times as long as any other, or as short
+SHORT = 12  # characters: of these nobody notices the length
+_NOT_LETTERS = re.compile(r"\\[A-Za-z]+|[${}`\s]")
 TO_NAME, TO_LINK = "to_be_written", "to-be-written"  # new_card.py's places for a name and for an id
 
 Defaults = Mapping[str, Mapping[str, Scalar]]
@@ -352,6 +355,23 @@ def _item(page: Page, path: Path, item: Item, card: Card) -> None:
             for n, text in enumerate(seen):
                 if text in seen[:n] and TO_WRITE not in text:
                     page.error((*place, n, "text", language), "the same option twice")
+            if item.kind == "choice" and (how := stands_out(options, language)):
+                page.error(place, f"the right option stands out in {language}: it is {how}; make them alike in length")
+
+
+def stands_out(options: Sequence[Option], language: str, most: float = STANDS_OUT) -> str:
+    """Whether the right options are told by their length alone: all of them longer, or shorter, than each wrong one by
+    more than a factor; empty if not. Formulas count by their letters."""
+    lengths = [len(_NOT_LETTERS.sub("", option.text.get(language))) for option in options]
+    right = [length for length, option in zip(lengths, options, strict=True) if option.right]
+    wrong = [length for length, option in zip(lengths, options, strict=True) if not option.right]
+    if max(*right, *wrong) <= SHORT:
+        return ""
+    if min(right) > most * max(wrong):
+        return f"{min(right)} characters long beside at most {max(wrong)}"
+    if max(right) * most < min(wrong):
+        return f"{max(right)} characters long beside at least {min(wrong)}"
+    return ""
 
 
 def _vary(page: Page, path: Path, item: Numeric | Shape) -> None:

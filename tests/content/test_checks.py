@@ -415,6 +415,16 @@ BROKEN = {
         "answer: (q_len.real",
         "only numbers, names",
     ),
+    "key told by its length": (
+        [
+            (
+                "- text: {en: 'The variances', zh:",
+                "- text: {en: 'The variances of all the single products of the two vectors', zh:",
+            )
+        ],
+        "    options:\n      - text: {en: 'The variances",
+        "the right option stands out in en",
+    ),
     "option twice": (
         [("- text: {en: 'The standard deviations', zh: '标准差'}", "- text: {en: 'The variances', zh: '标准差'}")],
         "zh: '标准差'}",

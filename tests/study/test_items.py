@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from claims import receipts
-from content.checks import made_items
+from content.checks import STANDS_OUT, made_items, stands_out
 from content.loader import load_deck
 from content.schema import Claim, Mistake, draws
 from engine import registry
@@ -97,6 +97,16 @@ def test_what_an_item_of_a_mistake_calls_wrong_is_refuted_by_its_claim(name):
         if item.made_of.refuted_by:
             held = receipts.load(card.id).claims[item.made_of.refuted_by]
             assert held.holds
+
+
+@of("choice")
+def test_the_key_does_not_stand_out_by_its_length(name):
+    """Written options within the check's factor; around a mistake the card's true sentences are what there is."""
+    item, _ = ITEMS[name]
+    question = asked(name)
+    for language in ("en", "zh"):
+        most = 1.8 if isinstance(item.made_of, Mistake) else STANDS_OUT
+        assert not stands_out(question.options, language, most), [o.text.get(language) for o in question.options]
 
 
 @of("cloze")

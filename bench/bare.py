@@ -730,25 +730,20 @@ def logit_terms(p: Any, run: Run) -> Any:
 
 
 def position_costs(p: Any, run: Run) -> Any:
-    """Two layers, biases and two rotations counted without storage, and a step at three lengths."""
+    """A layer counted without storage, a step at three lengths, and the rotation of one vector."""
     import torch
 
     from engine.operations import count_operations
 
-    def turned(n_heads: int, n: int) -> Any:
-        x, cos = (torch.empty(*shape, device="meta") for shape in ((n_heads, n, p.d_k), (n, p.d_k // 2)))
-        with count_operations() as counted:
-            a, b = x[..., : p.d_k // 2], x[..., p.d_k // 2 :]
-            return torch.cat((a * cos - b * cos, a * cos + b * cos), -1), counted
-
-    found = [turned(p.n_heads, p.q_len), turned(p.n_kv_heads, p.q_len), turned(p.n_heads, 1)]
+    a, b, cos = torch.randn(3, p.d_k // 2)
+    with count_operations() as turned:
+        found = [torch.cat((a * cos - b * cos, a * cos + b * cos))]
     for n, q_len in ((p.kv_len, p.q_len), (1024, 1), (16384, 1), (131072, 1)):
         x, W = torch.empty(q_len, p.d_model, device="meta"), torch.empty(p.d_model, p.d_model, device="meta")
         q, k = (torch.empty(p.n_heads, m, p.d_k, device="meta") for m in (q_len, n))
         with count_operations() as counted:
             found += [x @ W for _ in range(4)] + [q @ k.mT @ k, counted]
-        found.append(turned(p.n_kv_heads, n))
-    return found
+    return found, turned
 
 
 def table_gradients(p: Any, run: Run) -> Any:

@@ -46,7 +46,7 @@ def law(experiment: Experiment) -> None:
     [
         ('q_len if cached_keys == "turned" else kv_len', "q_len"),
         ("nn.Embedding(params.max_len, params.d_model", "nn.Embedding(params.max_len, params.d_k"),
-        ("_turn_flop(params.n_kv_heads, turned_keys", "_turn_flop(params.n_heads, turned_keys"),
+        ("params.n_kv_heads * turned_keys", "params.n_heads * turned_keys"),
         ("q, _, _ = x @ W_q, x @ W_k, x @ W_v", "q, _ = x @ W_q, x @ W_k"),
         ("return _sum_flop(q_len, params.d_model)  #", "return params.n_layers * _sum_flop(q_len, params.d_model)  #"),
         ("_sum_flop(params.n_heads, q_len, kv_len)", "_sum_flop(q_len, kv_len)"),

@@ -144,9 +144,9 @@ def _parameters(params: Params, way: str) -> int:
     from torch import nn
 
     if way == "learned_table":
-        module: nn.Module = nn.Embedding(params.max_len, params.d_model, device="meta")
+        module: nn.Module = nn.Embedding.from_pretrained(_empty(params.max_len, params.d_model), freeze=False)
     elif way == "relative_bias":
-        module = nn.Embedding(BUCKETS, params.n_heads, device="meta")
+        module = nn.Embedding.from_pretrained(_empty(BUCKETS, params.n_heads), freeze=False)
     else:
         module = nn.Module()
         module.register_buffer("fixed", _empty(params.n_heads if way == "alibi" else params.d_k // 2))
@@ -185,7 +185,7 @@ def _position_flop(params: Params, way: str, q_len: int, kv_len: int, cached_key
 
 def _sum_flop(*shape: int) -> int:
     """One operation for each number of what the sum is added to."""
-    return _empty(*shape).numel()
+    return int(_empty(*shape).numel())
 
 
 @functools.lru_cache(maxsize=16)

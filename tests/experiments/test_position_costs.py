@@ -45,7 +45,7 @@ def law(experiment: Experiment) -> None:
     ("old", "new"),
     [
         ('q_len if cached_keys == "turned" else kv_len', "q_len"),
-        ("nn.Embedding(params.max_len, params.d_model", "nn.Embedding(params.max_len, params.d_k"),
+        ("_empty(params.max_len, params.d_model), freeze", "_empty(params.max_len, params.d_k), freeze"),
         ("params.n_kv_heads * turned_keys", "params.n_heads * turned_keys"),
         ("q, _, _ = x @ W_q, x @ W_k, x @ W_v", "q, _ = x @ W_q, x @ W_k"),
         ("return _sum_flop(q_len, params.d_model)  #", "return params.n_layers * _sum_flop(q_len, params.d_model)  #"),

@@ -48,8 +48,8 @@ METRICS = (
     Metric("late_to_early_gradient"),
 )
 PLOTS = (
-    Plot("by_row", table="by_row", x="row", y="row_gradient", by="lengths"),
-    Plot("texts", table="by_row", x="row", y="texts", by="lengths"),
+    Plot("by_row", table="by_row", x="table_row", y="row_gradient", by="lengths"),
+    Plot("texts", table="by_row", x="table_row", y="texts", by="lengths"),
 )
 BUDGET_S = 0.1
 
@@ -129,7 +129,7 @@ def _by_row(found: dict[str, tuple[np.ndarray, np.ndarray]]) -> Table:
     n_rows = len(found[LENGTHS[0]][0])
     return {
         "lengths": np.repeat(LENGTHS, n_rows),
-        "row": np.tile(np.arange(n_rows), len(LENGTHS)),
+        "table_row": np.tile(np.arange(n_rows), len(LENGTHS)),
         "row_gradient": np.concatenate([found[lengths][0] for lengths in LENGTHS]),
         "texts": np.concatenate([found[lengths][1] for lengths in LENGTHS]),
     }

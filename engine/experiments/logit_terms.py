@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from engine.attention import attention_logits, context, softmax
-from engine.base import BaseParams, Metric, Plot, Result, Run, Table, choice, number
+from engine.base import BaseParams, Metric, Plot, Result, Run, choice, number
 from engine.encodings import from_table, sinusoidal
 from engine.positions import rotate
 from engine.rotary import exact_angles
@@ -67,7 +67,6 @@ PLOTS = (
     Plot("shares", table="by_term", x="term", y="term_share", by="counted", mark="bar"),
     Plot("changes", table="changes", x="term", y="logits_change", mark="bar"),
     Plot("by_rms", table="by_rms", x="position_rms", y="term_share", by="term", x_scale="log2"),
-    Plot("matrix", table="matrix", mark="heat", x="key_position", y="query_position", value="logit"),
 )
 BUDGET_S = 0.05
 
@@ -142,7 +141,6 @@ def run(params: Params, run: Run) -> Result:
             "term": np.tile(TERMS, len(RMS)),
             "term_share": torch.cat(by_rms).numpy(),
         },
-        "matrix": _matrix(terms.sum(dim=0)[0]),
     }
     return Result({name: float(value) for name, value in metrics.items()}, tables)
 
@@ -219,13 +217,3 @@ def _rms(x: torch.Tensor) -> torch.Tensor:
 def _part(places: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Mean square of the part of the positions over that of both parts."""
     return places.square().mean() / (places.square().mean() + tokens.square().mean())
-
-
-def _matrix(logits: torch.Tensor) -> Table:
-    """The logits of the first head. Shapes: (seq_len, seq_len)."""
-    n = len(logits)
-    return {
-        "query_position": np.repeat(np.arange(n), n),
-        "key_position": np.tile(np.arange(n), n),
-        "logit": logits.flatten().numpy().astype(np.float32),
-    }

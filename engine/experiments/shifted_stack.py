@@ -76,10 +76,10 @@ PLOTS = (
         x="positions",
         y="last_output_change",
         by="move",
-        mark="point",
+        mark="bar",
         y_scale="log10",
     ),
-    Plot("by_layer", table="by_layer", x="layer", y="logits_change", by="positions", y_scale="log10"),
+    Plot("by_layer", table="by_layer", x="positions", y="logits_change", by="layer", mark="bar", y_scale="log10"),
     Plot(
         "by_shift",
         table="by_shift",
@@ -92,8 +92,8 @@ PLOTS = (
 )
 BUDGET_S = 0.1
 
-SHIFTS = (1, 8, 64, 512)
-DRAWN_FLOOR = 1e-17  # a change of exactly 0 is drawn here
+SHIFTS = (1, 64, 512, 4096)
+DRAWN_FLOOR = 0.05  # of the spacing of numbers at 1: where a change of exactly 0 is drawn and bars begin
 FFN_FACTOR = 4
 BUCKETS = 32
 MAX_DISTANCE = 128
@@ -336,21 +336,22 @@ def _tables(params: Params, shifts: torch.Tensor, changes: dict[str, _Change]) -
     """Every encoding under every move, in every layer under the chosen one, and at every shift of all ids."""
     import torch
 
+    floor = DRAWN_FLOOR * torch.finfo(getattr(torch, params.number_format)).eps
     by_layer, last = changes[params.move].logits.T, torch.stack([change.last for change in changes.values()])
     return {
         "by_positions": {
             "positions": np.tile(ENCODINGS, len(MOVES)),
             "move": np.repeat(MOVES, len(ENCODINGS)),
-            "last_output_change": last.flatten().numpy().clip(DRAWN_FLOOR),
+            "last_output_change": last.flatten().numpy().clip(floor),
         },
         "by_layer": {
             "positions": np.repeat(ENCODINGS, params.n_layers),
-            "layer": np.tile(np.arange(1, params.n_layers + 1), len(ENCODINGS)),
-            "logits_change": by_layer.flatten().numpy().clip(DRAWN_FLOOR),
+            "layer": np.tile(np.arange(params.n_layers), len(ENCODINGS)),
+            "logits_change": by_layer.flatten().numpy().clip(floor),
         },
         "by_shift": {
             "positions": np.tile(ENCODINGS, len(SHIFTS)),
             "position_shift": np.repeat(SHIFTS, len(ENCODINGS)),
-            "output_change": shifts.flatten().numpy().clip(DRAWN_FLOOR),
+            "output_change": shifts.flatten().numpy().clip(floor),
         },
     }

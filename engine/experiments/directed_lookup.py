@@ -180,6 +180,7 @@ def _search(params: Params, run: Run, task: _Task, limits: list[float]) -> torch
     signs[PROJECTIONS.index("symmetric"), ..., params.d_k // 2 :] = -1
     shared = torch.tensor([name != "separate" for name in PROJECTIONS]).view(-1, 1, 1, 1, 1)
     vectors[1] = torch.where(shared, vectors[0] * signs, vectors[1])
+    follow = signs * shared
     vectors = vectors / vectors.norm(dim=-1, keepdim=True) * longest * (1.0 if params.equal_lengths else 0.5)
 
     first, second = torch.zeros_like(vectors), torch.zeros_like(vectors)
@@ -187,9 +188,8 @@ def _search(params: Params, run: Run, task: _Task, limits: list[float]) -> torch
         run.progress(0.95 * (step - 1) / STEPS)
         q, k = vectors
         by_logits = _gradient(qk_product(q, k), task)
-        by_q, by_k = by_logits @ k, by_logits.mT @ q
-        both = by_q + by_k * signs  # where k follows q
-        gradient = torch.stack((torch.where(shared, both, by_q), torch.where(shared, both * signs, by_k)))
+        gradient = torch.stack((by_logits @ k, by_logits.mT @ q))
+        gradient = gradient + gradient.flip(0) * follow  # where k follows q each has the other's part, too
         first.lerp_(gradient, 0.1)
         second.lerp_(gradient.square(), 0.1)
         size = STEP_SIZE * (1 - (step - 1) / STEPS) / math.sqrt(1 - 0.9**step)  # both averages start at 0

@@ -52,7 +52,7 @@ def law(experiment: Experiment) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("both = by_q + by_k * signs", "both = by_q"),  # half of the gradient
+        ("gradient.flip(0) * follow", "gradient.flip(0) * signs"),  # separate ones that are not
         ("params.d_k // 2 :] = -1", "params.d_k :] = -1"),  # symmetric ones that are tied
         ('name != "separate"', "True"),
         ('"chain": (at - 1).clamp_min(0)', '"chain": (at + 1).clamp_max(n - 1)'),

@@ -13,7 +13,7 @@ nothing then sees itself, as in the Reformer.
 Tokens are N(0, 1) and independent, matrices N(0, ``weight_std``²), so coordinates of q have variance
 :math:`d_{model}\,weight\_std^2`. The same draws serve all three.
 
-Source: vaswani2017, section 3.2.2; transformers-reformer-code (normalized keys, the token itself left out).
+Source: vaswani2017, section 3.2.2; transformers-reformer (normalized keys, the token itself left out).
 """
 
 from __future__ import annotations

@@ -16,8 +16,12 @@ weights against it: :math:`\prod_i e^{s_{i,i+1}}/Z_i=\prod_i e^{s_{i+1,i}}/Z_{i+
 1 together, so both products are at most :math:`2^{-n}`, and the geometric mean of the wanted weights is at most 1/2.
 Where tokens see themselves and the logits are tied, :math:`s_{ij}\le(s_{ii}+s_{jj})/2` makes the product on the
 diagonal at least as large as that of the cycle: three in a row, at most 1/3. In pairs nothing goes against a lookup
-but the diagonal: 1/2, for tied ones that see themselves. Chains have no bound of this kind, unless lengths are equal
-and tokens see themselves: then nobody is looked at more than oneself, 1/2.
+but the diagonal: 1/2, for tied ones that see themselves.
+
+In a chain of tied tokens that see themselves the same inequality telescopes, causal mask or not:
+:math:`\sum_{i\ge2}(s_{i,i-1}-s_{ii})\le(s_{11}-s_{nn})/2`, at most half the limit, and 0 for equal lengths. With G for
+geometric means over these rows, G(wanted) ≤ r G(self), where r = exp(logit_limit / 2(n - 1)) or 1; and
+G(wanted) + G(self) ≤ 1. So G(wanted) ≤ r / (1 + r): the limit has to grow at least in proportion to the length.
 """
 
 from __future__ import annotations
@@ -113,15 +117,19 @@ def run(params: Params, run: Run) -> Result:
     run.progress(0.95)
     weights = softmax(mask_logits(logits, task.keep))
     on_wanted = _geometric_mean(_taken(weights, task.wanted), task.counted)  # (kind, limit, start)
-    best, start = on_wanted.max(dim=-1)
+    best = on_wanted.amax(dim=-1)
     kind, at = PROJECTIONS.index(params.projections), limits.index(params.logit_limit)
-    found = weights[kind, at, start[kind, at]]
+    if params.equal_lengths:
+        found = weights[kind, at, on_wanted[kind, at].argmax()]
+    else:  # shorter vectors are allowed as well: what a search within a smaller limit has found counts
+        best = best.cummax(dim=-1).values
+        found = weights[kind, : at + 1].flatten(0, 1)[on_wanted[kind, : at + 1].argmax()]
     metrics = {
         "wanted_weight": best[kind, at].item(),
         "reverse_weight": _reverse_weight(found, task),
         "self_weight_mean": found.diagonal().mean().item(),
         "wanted_weight_min": _taken(found, task.wanted)[task.counted > 0].min().item(),
-        "wanted_weight_bound": _bound(params, params.projections),
+        "wanted_weight_bound": _bound(params, params.projections, params.logit_limit),
     }
     queries, keys = np.indices(found.shape)
     tables: dict[str, Table] = {
@@ -134,7 +142,7 @@ def run(params: Params, run: Run) -> Result:
             "logit_limit": np.tile(limits, len(PROJECTIONS)),
             "projections": np.repeat(PROJECTIONS, len(limits)),
             "wanted_weight": np.array(best.flatten().numpy()),
-            "wanted_weight_bound": np.repeat([_bound(params, name) for name in PROJECTIONS], len(limits)),
+            "wanted_weight_bound": np.array([_bound(params, name, limit) for name in PROJECTIONS for limit in limits]),
         },
     }
     return Result(metrics, tables)
@@ -156,17 +164,20 @@ def _task(params: Params) -> _Task:
     return _Task(wanted, counted, keep, one_hot(wanted, n) * counted[:, None])
 
 
-def _bound(params: Params, projections: str) -> float:
+def _bound(params: Params, projections: str, logit_limit: float) -> float:
     """No such head puts more on the wanted tokens, in the geometric mean."""
     if projections == "separate":
         return 1.0
     sees_itself = params.mask in ("no_mask", "causal")
-    on_self_at_least_as_much = sees_itself and projections == "tied"
+    diagonal_counts = sees_itself and projections == "tied"
     if params.wanted == "cycle":
-        return 1 / 3 if on_self_at_least_as_much else 1 / 2
+        return 1 / 3 if diagonal_counts else 1 / 2
     if params.wanted == "pairs":
-        return 1 / 2 if on_self_at_least_as_much else 1.0
-    return 1 / 2 if on_self_at_least_as_much and params.equal_lengths else 1.0
+        return 1 / 2 if diagonal_counts else 1.0
+    if not diagonal_counts:
+        return 1.0
+    gain = 0.0 if params.equal_lengths else logit_limit / (2 * (params.seq_len - 1))
+    return 1 / (1 + math.exp(-gain))
 
 
 def _search(params: Params, run: Run, task: _Task, limits: list[float]) -> torch.Tensor:

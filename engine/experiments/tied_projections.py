@@ -69,8 +69,8 @@ METRICS = (
     Metric("qk_parameters"),
 )
 PLOTS = (
-    Plot("logits", table="map", mark="heat", x="key_position", y="query_position", value="logits"),
     Plot("weights", table="map", mark="heat", x="key_position", y="query_position", value="attention_weight"),
+    Plot("logits", table="map", mark="heat", x="key_position", y="query_position", value="logits"),
     Plot("self_weight", table="by_spread", x="coordinate_std", y="self_weight_mean", by="projections", x_scale="log2"),
     Plot("eigenvalues", table="eigenvalues", x="eigenvalue_number", y="logits_eigenvalue", by="projections"),
 )

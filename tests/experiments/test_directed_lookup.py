@@ -39,6 +39,7 @@ def law(experiment: Experiment) -> None:
         assert m["reverse_weight"] == pytest.approx(back, abs=1e-3), (form, wanted, mask)
     chain = run(experiment, seed=2, wanted="chain").metrics
     assert 0.43 < chain["wanted_weight"] < 0.47  # a longer search ends at 0.460
+    assert chain["wanted_weight_bound"] == pytest.approx(1 / (1 + math.exp(-16 / 14)))
     found = run(experiment, seed=2, wanted="chain").tables["map"]["attention_weight"].reshape(8, 8)
     previous = [found[i, i - 1] for i in range(1, 8)]
     assert chain["wanted_weight"] == pytest.approx(math.exp(np.log(previous).mean()), rel=1e-5)  # float32 table
@@ -60,6 +61,7 @@ def law(experiment: Experiment) -> None:
         ("weights[task.wanted[rows], rows.nonzero()[:, 0]]", "weights[rows.nonzero()[:, 0], task.wanted[rows]]"),
         ("vectors = vectors + first", "vectors = vectors - first"),  # the search descends
         ("return 1 / 3 if", "return 1 / 2 if 1 / 2 else 1 / 3 if"),
+        ("return 1 / (1 + math.exp(-gain))", "return 1.0"),
     ],
 )
 def test_law_holds_and_catches_a_broken_engine(old, new):
@@ -99,7 +101,7 @@ def test_no_symmetric_logits_pass_the_bound():
     draw = np.random.default_rng(0)
     n = 4
     for form, wanted, mask in itertools.product(("tied", "symmetric"), ("cycle", "pairs"), ("no_mask", "no_self")):
-        bound = directed_lookup._bound(directed_lookup.Params(wanted=wanted, mask=mask), form)
+        bound = directed_lookup._bound(directed_lookup.Params(wanted=wanted, mask=mask), form, 16.0)
         a = 2 * draw.standard_normal((20000, n, n))
         s = a @ a.transpose(0, 2, 1) if form == "tied" else a + a.transpose(0, 2, 1)
         if mask == "no_self":
@@ -107,6 +109,28 @@ def test_no_symmetric_logits_pass_the_bound():
         log_w = s - np.log(np.exp(s).sum(-1, keepdims=True))
         target = [(i + 1) % n if wanted == "cycle" else i ^ 1 for i in range(n)]
         assert np.exp(log_w[:, range(n), target].mean(-1)).max() <= bound + 1e-12  # rounding
+
+
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+def test_no_tied_chain_passes_the_bound_of_its_lengths(mask):
+    """Random Gram matrices with their own longest vector as limit, and the Gaussian chain, which comes closest."""
+    draw = np.random.default_rng(0)
+    n = 6
+    at = np.arange(n)
+    shape = np.exp(-((at[:, None] - at) ** 2) / 4) * np.exp(-(at[:, None] + at) / 4)  # largest one before
+    for scale in (0.3, 1, 3, 10, 30):
+        a = draw.standard_normal((2000, n, n)) * np.exp(-0.1 * at[:, None])
+        for grams in (scale * a @ a.transpose(0, 2, 1), scale * shape[None]):
+            visible = np.where(np.tri(n, dtype=bool), grams, -np.inf) if mask == "causal" else grams
+            log_w = visible - np.log(np.exp(visible - visible.max(-1, keepdims=True)).sum(-1, keepdims=True))
+            log_w -= visible.max(-1, keepdims=True)
+            found = np.exp(log_w[:, at[1:], at[:-1]].mean(-1))
+            params = directed_lookup.Params(wanted="chain", mask=mask, seq_len=n)
+            longest = grams.diagonal(axis1=1, axis2=2).max(-1)
+            bounds = [directed_lookup._bound(params, "tied", limit) for limit in longest]
+            assert (found <= np.array(bounds) + 1e-12).all()  # rounding
+            equal = directed_lookup.Params(wanted="chain", mask=mask, seq_len=n, equal_lengths=True)
+            assert directed_lookup._bound(equal, "tied", longest[0]) == 0.5
 
 
 def test_a_chain_built_by_hand_needs_a_limit_in_proportion_to_its_length():
@@ -139,3 +163,13 @@ def test_refuses_what_makes_no_sense():
         params(mask="causal")
     with pytest.raises(ParamsError, match="pairs_need_even_length"):
         params(wanted="pairs", seq_len=7)
+
+
+def test_a_larger_limit_never_finds_less():
+    found = run(get(NAME), projections="symmetric", logit_limit=1024.0)
+    by_limit = found.tables["by_limit"]["wanted_weight"].reshape(3, -1)
+    assert (np.diff(by_limit, axis=1) >= 0).all()
+    assert found.metrics["wanted_weight"] == pytest.approx(by_limit[FORMS.index("symmetric"), -1])
+    at = np.arange(8)
+    weights = found.tables["map"]["attention_weight"].reshape(8, 8)[at, (at + 1) % 8]
+    assert np.exp(np.log(weights).mean()) == pytest.approx(found.metrics["wanted_weight"], rel=1e-5)  # float32 table

@@ -805,3 +805,41 @@ def table_gradients(p: Any, run: Run) -> Any:
             x = x + gelu(layer_norm(x, (d,)) @ W_up) @ W_down
         found.append(torch.autograd.grad((x - targets).square().mean(-1)[real].mean(), table)[0].norm(dim=-1))
     return found
+def tied_projections(p: Any, run: Run) -> Any:
+    """Queries once, three kinds of keys: logits, weights, their mirror images, a spectrum each."""
+    import torch
+
+    W_q, W_k = (p.weight_std * run.randn(p.d_model, p.d_k) for _ in range(2))
+    x = run.randn(p.batch, p.seq_len, p.d_model)
+    q = x @ W_q
+    logits = q @ q.mT * p.d_k**-0.5
+    weights = torch.softmax(logits, -1)
+    found = [weights.diagonal(dim1=-2, dim2=-1).mean(), weights.diagonal(-1, -2, -1).mean(), weights.amax(-1)]
+    found += [(logits - logits.mT).abs().max(), (weights - weights.mT).abs().max()]
+    signs = torch.ones(p.d_k, device=q.device)
+    signs[p.d_k // 2 :] = -1
+    for k in (q[:4], q[:4] * signs, x[:4] @ W_k):
+        logits = q[:4] @ k.mT * p.d_k**-0.5
+        half = (logits[0] + logits[0].mT).cpu().double() / 2
+        found.append(torch.linalg.eigvalsh(half))
+        for power in range(-4, 4):
+            found.append(torch.softmax(logits * 2.0**power, -1).diagonal(dim1=-2, dim2=-1).mean())
+    return found
+
+
+def directed_lookup(p: Any, run: Run) -> Any:
+    """Vectors by Adam, 50 steps, for 4 limits, 3 kinds and 2 starts at once; the weights that they end with."""
+    import torch
+
+    vectors = run.randn(2, 3, 4, 2, p.seq_len, p.d_k).cpu().double()
+    targets = torch.eye(p.seq_len, dtype=torch.float64).roll(1, 1)
+    first, second = torch.zeros_like(vectors), torch.zeros_like(vectors)
+    for _ in range(50):
+        q, k = vectors
+        by_logits = targets - torch.softmax(q @ k.mT, -1)
+        gradient = torch.stack((by_logits @ k, by_logits.mT @ q))
+        first.lerp_(gradient, 0.1)
+        second.lerp_(gradient.square(), 0.1)
+        vectors = vectors + 0.1 * first / (second.sqrt() + 1e-9)
+        vectors = vectors * (4 / (vectors.square().sum(-1, keepdim=True).sqrt() + 1e-9)).clamp_max(1)
+    return torch.softmax(vectors[0] @ vectors[1].mT, -1)

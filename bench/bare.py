@@ -805,6 +805,8 @@ def table_gradients(p: Any, run: Run) -> Any:
             x = x + gelu(layer_norm(x, (d,)) @ W_up) @ W_down
         found.append(torch.autograd.grad((x - targets).square().mean(-1)[real].mean(), table)[0].norm(dim=-1))
     return found
+
+
 def tied_projections(p: Any, run: Run) -> Any:
     """Queries once, three kinds of keys: logits, weights, their mirror images, a spectrum each."""
     import torch

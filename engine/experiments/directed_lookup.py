@@ -158,7 +158,7 @@ def _task(params: Params) -> _Task:
     keep = keep_causal(n) if params.mask in ("causal", "strict") else torch.ones(n, n, dtype=torch.bool)
     if params.mask in ("no_self", "strict"):
         keep = keep & ~torch.eye(n, dtype=torch.bool)
-    counted = (wanted != at).double()
+    counted = (wanted != at).cpu().double()
     if params.mask == "strict":
         keep[0, 0] = True  # the first token has nothing else
     return _Task(wanted, counted, keep, one_hot(wanted, n) * counted[:, None])

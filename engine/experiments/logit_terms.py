@@ -41,7 +41,7 @@ TERMS = ("token_token", "token_position", "position_token", "position_position")
 @dataclass(frozen=True)
 class Params(BaseParams):
     positions: str = choice("sinusoidal", "learned_table", "rope")
-    projections: str = choice("random", "keeps_rotation", "identity")
+    qk_matrices: str = choice("random", "keeps_rotation", "identity")
     position_rms: float = number(1.0, low=0.125, high=4, log2=True)
     position_shift: int = number(500, low=1, high=16384, log2=True)
     seq_len: int = number(24, low=4, high=64)
@@ -154,7 +154,7 @@ def _draw(params: Params, run: Run) -> _Heads:
 
     batch, d_model = params.batch, params.d_model
     x = normal(batch, params.seq_len, d_model)
-    W_q, W_k = (_projections(params.projections, normal(batch, d_model, d_model)) for _ in range(2))
+    W_q, W_k = (_projections(params.qk_matrices, normal(batch, d_model, d_model)) for _ in range(2))
     W_v = normal(batch, d_model, d_model) / d_model**0.5
     order = torch.arange(params.seq_len)
     if params.positions == "learned_table":

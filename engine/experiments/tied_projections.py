@@ -44,7 +44,7 @@ class Params(BaseParams):
     d_model: int = number(64, low=1, high=4096, log2=True)
     d_k: int = number(16, low=1, high=256, log2=True)
     weight_std: float = number(0.125, low=0.005, high=1, step=0.005)
-    lengths: str = choice("as_projected", "unit_keys", "unit_both")
+    qk_lengths: str = choice("as_projected", "unit_keys", "unit_both")
     rope: bool = flag(False)
     mask: str = choice("no_mask", "no_self", "causal", "strict")
     previous_bias: float = number(0.0, low=0, high=16, step=1)
@@ -200,9 +200,9 @@ def _logits(params: Params, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Scaled logits, before the mask. A vector without length is set to the typical one, √d_k: the scale stays."""
     import torch
 
-    if params.lengths != "as_projected":
+    if params.qk_lengths != "as_projected":
         k = math.sqrt(params.d_k) * unit_norm(k)
-    if params.lengths == "unit_both":
+    if params.qk_lengths == "unit_both":
         q = math.sqrt(params.d_k) * unit_norm(q)
     if params.rope:
         angles = rotary_angles(torch.arange(params.seq_len, device=q.device), params.d_k)

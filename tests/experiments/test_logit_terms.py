@@ -10,7 +10,7 @@ from engine.registry import Experiment, get
 from tests.harness import assert_law_catches, recorded, run
 
 NAME = "logit_terms"
-POSITIONS, PROJECTIONS = (get(NAME).Params.specs()[field].values for field in ("positions", "projections"))
+POSITIONS, PROJECTIONS = (get(NAME).Params.specs()[field].values for field in ("positions", "qk_matrices"))
 N, D, SHIFT, RMS = 5, 8, 13, 0.5
 
 
@@ -92,7 +92,7 @@ def law(experiment: Experiment) -> None:
     sizes = {"seq_len": N, "d_model": D, "batch": 2, "position_shift": SHIFT}
     for positions, projections in itertools.product(POSITIONS, PROJECTIONS):
         own = {} if positions == "rope" else {"position_rms": RMS}
-        result, draws = recorded(experiment, seed=4, positions=positions, projections=projections, **sizes, **own)
+        result, draws = recorded(experiment, seed=4, positions=positions, qk_matrices=projections, **sizes, **own)
         # float64, sums of 64 products
         wanted = whiteboard(positions, projections, draws)
         assert result.metrics == pytest.approx(wanted, rel=1e-9, abs=1e-12), (positions, projections)
@@ -115,10 +115,10 @@ def test_law_holds_and_catches_a_broken_engine(old, new):
 
 
 def test_a_matrix_that_keeps_rotations_keeps_the_last_term_and_no_other():
-    metrics = run(get(NAME), projections="keeps_rotation", position_shift=16384).metrics
+    metrics = run(get(NAME), qk_matrices="keeps_rotation", position_shift=16384).metrics
     assert metrics["position_position_change"] < 1e-10  # float64 at angles of 16384 radians
     assert metrics["cross_terms_change"] > 0.3
-    assert run(get(NAME), projections="random").metrics["position_position_change"] > 0.1
+    assert run(get(NAME), qk_matrices="random").metrics["position_position_change"] > 0.1
 
 
 def test_at_equal_sizes_each_whole_term_is_a_quarter():

@@ -14,9 +14,9 @@ SETTINGS = [
     {},
     {"projections": "separate", "d_k": 6, "seq_len": 5, "mask": "causal"},
     {"projections": "symmetric", "d_k": 5, "seq_len": 7, "mask": "strict"},
-    {"projections": "separate", "d_k": 4, "seq_len": 6, "rope": True, "lengths": "unit_keys"},
-    {"projections": "tied", "d_k": 8, "seq_len": 6, "lengths": "unit_keys", "mask": "no_self"},
-    {"projections": "tied", "d_k": 8, "seq_len": 9, "lengths": "unit_both", "previous_bias": 3.0},
+    {"projections": "separate", "d_k": 4, "seq_len": 6, "rope": True, "qk_lengths": "unit_keys"},
+    {"projections": "tied", "d_k": 8, "seq_len": 6, "qk_lengths": "unit_keys", "mask": "no_self"},
+    {"projections": "tied", "d_k": 8, "seq_len": 9, "qk_lengths": "unit_both", "previous_bias": 3.0},
     {"projections": "symmetric", "d_k": 4, "seq_len": 6, "rope": True, "mask": "causal", "previous_bias": 1.0},
     {"projections": "tied", "d_k": 1, "seq_len": 4, "weight_std": 0.5},
     {"projections": "separate", "d_model": 1024, "d_k": 2, "seq_len": 256, "batch": 16},  # several chunks
@@ -33,9 +33,9 @@ def whiteboard(params, draws: list[np.ndarray]) -> dict[str, float]:
     all_logits, all_weights, visible = [], [], []
     for x in np.concatenate(draws[2:]):
         q, k = x @ W_q, x @ W_k
-        if p.lengths != "as_projected":
+        if p.qk_lengths != "as_projected":
             k = k / np.sqrt((k**2).mean(axis=1, keepdims=True))
-        if p.lengths == "unit_both":
+        if p.qk_lengths == "unit_both":
             q = q / np.sqrt((q**2).mean(axis=1, keepdims=True))
         if p.rope:
             pairs = p.d_k // 2
@@ -98,7 +98,7 @@ def test_law_holds_and_catches_a_broken_engine(old, new):
     assert_law_catches(law, NAME, old, new)
 
 
-@pytest.mark.parametrize("more", [{}, {"rope": True}, {"lengths": "unit_both"}, {"d_k": 4}, {"seq_len": 128}])
+@pytest.mark.parametrize("more", [{}, {"rope": True}, {"qk_lengths": "unit_both"}, {"d_k": 4}, {"seq_len": 128}])
 def test_tied_logits_are_a_gram_matrix(more):
     for seed in range(5):
         m = run(get(NAME), seed=seed, **more).metrics
@@ -107,11 +107,11 @@ def test_tied_logits_are_a_gram_matrix(more):
 
 
 def test_keys_of_one_length_make_every_token_its_own_favourite_and_break_the_symmetry():
-    m = run(get(NAME), lengths="unit_keys").metrics
+    m = run(get(NAME), qk_lengths="unit_keys").metrics
     assert m["self_is_top_share"] == 1  # Cauchy-Schwarz: cosines of other tokens are below 1
     assert m["logits_asymmetry"] > 0.5
     # and separate projections know no such favourite
-    assert run(get(NAME), lengths="unit_keys", projections="separate").metrics["self_is_top_share"] < 0.1
+    assert run(get(NAME), qk_lengths="unit_keys", projections="separate").metrics["self_is_top_share"] < 0.1
 
 
 def test_without_length_weights_are_equal_and_the_token_itself_stands_out_as_it_grows():

@@ -706,3 +706,142 @@ def empty_row_gradients(p: Any, run: Run) -> Any:
             out = torch.softmax(logits, -1) @ v
         found += torch.autograd.grad((out[p.left_padding :] * g[p.left_padding :]).sum(), (q, k, v))
     return found
+
+
+def shifted_stack(p: Any, run: Run) -> Any:
+    """All layers three times, for six encodings at once: seven shifts, one text behind others, one token twice."""
+    import torch
+    from torch.nn.functional import gelu, layer_norm
+
+    d, n = p.d_model, p.seq_len
+    tokens, before = run.randn(n, d).double(), run.randn(p.n_before, d).double()
+    shapes = [(d, d)] * 4 + [(d, 4 * d), (4 * d, d)]
+    layers = [[run.randn(*shape).double() / shape[0] ** 0.5 for shape in shapes] for _ in range(p.n_layers)]
+    run.randn(32, p.n_heads)
+    table = run.randn(p.position_shift + p.n_before + n, d).double()
+
+    def outputs(x: Any, copies: int, past: Any = None) -> Any:
+        n = x.shape[0]
+        x = x + table[:n].expand(6, copies, n, d)
+        angles = torch.arange(n)[:, None] * 10_000.0 ** -torch.linspace(0, 1, d // p.n_heads // 2).double()
+        cos, sin = angles.cos(), angles.sin()
+        bias = torch.zeros(6, copies, p.n_heads, n, past[0][0].shape[-2] + 1 if past else n)
+        later, cache = torch.ones(n, bias.shape[-1], dtype=torch.bool).triu(bias.shape[-1] - n + 1), []
+        for number, (W_q, W_k, W_v, W_o, W_up, W_down) in enumerate(layers):
+            normed = layer_norm(x, (d,))
+            q, k, v = ((normed @ W).unflatten(-1, (p.n_heads, -1)).transpose(-3, -2) for W in (W_q, W_k, W_v))
+            halves = [z.chunk(2, -1) for z in (q, k)]
+            q, k = (torch.cat((a * cos - b * sin, a * sin + b * cos), -1) for a, b in halves)
+            if past:
+                k, v = (torch.cat((old, new), -2) for old, new in zip(past[number], (k, v), strict=True))
+            logits = q @ k.mT * q.shape[-1] ** -0.5 + bias
+            x = x + (torch.softmax(logits.masked_fill(later, -torch.inf), -1) @ v).transpose(-3, -2).flatten(-2) @ W_o
+            x = x + gelu(layer_norm(x, (d,)) @ W_up) @ W_down
+            cache.append((k, v, logits))
+        return x, cache
+
+    found, cache = outputs(tokens, 7)
+    past = [tuple(z[:, 1:3, :, :-1] for z in pair[:2]) for pair in cache]
+    moved = [outputs(torch.cat((before, tokens)), 1)[0][..., -n:, :], outputs(tokens[-1:], 2, past)[0]]
+    spread = [z.std((-2, -1)) for _, _, z in cache] + [(z - z[:, :1]).square().mean((-2, -1)) for _, _, z in cache]
+    return [(x - y[..., -x.shape[-2] :, :]).norm(dim=(-2, -1)) for x in moved for y in (found[:, :1],)], spread
+
+
+def logit_terms(p: Any, run: Run) -> Any:
+    """Four products before and after the move and at six sizes, two softmaxes, and the averages under them."""
+    import torch
+
+    d = p.d_model
+    x, W_q, W_k, W_v = (run.randn(p.batch, rows, d).double() for rows in (p.seq_len, d, d, d))
+    angles = (torch.arange(p.position_shift + p.seq_len)[:, None] * 10_000.0 ** -torch.linspace(0, 1, d // 2)).double()
+    table = torch.cat((angles.sin(), angles.cos()), -1)
+    still, moved = table[: p.seq_len], table[-p.seq_len :]
+
+    def terms(place: Any) -> Any:
+        q, k, place_q, place_k = x @ W_q, x @ W_k, place @ W_q, place @ W_k
+        found = torch.stack([a @ b.mT for a, b in ((q, k), (q, place_k), (place_q, k), (place_q, place_k))])
+        return found, (found - found.mean(-1, keepdim=True)).square().mean((1, 2, 3))
+
+    before, after = terms(still)[0], terms(moved)[0]
+    weights, new = torch.softmax(before.sum(0), -1), torch.softmax(after.sum(0), -1)
+    v, place_v, new_place_v = x @ W_v, still @ W_v, moved @ W_v
+    averages = (weights @ v, weights @ place_v, (new - weights) @ (v + place_v), weights @ (new_place_v - place_v))
+    return [terms(still * rms)[1] for rms in range(6)], [z.square().mean() for z in (v, place_v, *averages)]
+
+
+def position_costs(p: Any, run: Run) -> Any:
+    """A layer counted without storage, a step at three lengths, and the rotation of one vector."""
+    import torch
+
+    from engine.operations import count_operations
+
+    a, b, cos = torch.randn(3, p.d_k // 2)
+    with count_operations() as turned:
+        found = [torch.cat((a * cos - b * cos, a * cos + b * cos))]
+    for n, q_len in ((p.kv_len, p.q_len), (1024, 1), (16384, 1), (131072, 1)):
+        x, W = torch.empty(q_len, p.d_model, device="meta"), torch.empty(p.d_model, p.d_model, device="meta")
+        q, k = (torch.empty(p.n_heads, m, p.d_k, device="meta") for m in (q_len, n))
+        with count_operations() as counted:
+            found += [x @ W for _ in range(4)] + [q @ k.mT @ k, counted]
+    return found, turned
+
+
+def table_gradients(p: Any, run: Run) -> Any:
+    """Two passes through all layers, forward and back to the table."""
+    import torch
+    from torch.nn.functional import gelu, layer_norm
+
+    d, n = p.d_model, p.longest
+    tokens, targets = run.randn(p.batch, n, d), run.randn(p.batch, n, d)
+    table = run.randn(p.table_rows, d).requires_grad_()
+    layers = [run.randn(6, d, d) / d**0.5 for _ in range(p.n_layers)]
+    later, found = torch.ones(n, n, dtype=torch.bool).triu(1), []
+    for real in (torch.rand(p.batch, n) < 0.5, torch.ones(p.batch, n, dtype=torch.bool)):
+        x = tokens + table[:n]
+        for W_q, W_k, W_v, W_o, W_up, W_down in layers:
+            normed = layer_norm(x, (d,))
+            logits = (normed @ W_q) @ (normed @ W_k).mT * d**-0.5
+            x = x + torch.softmax(logits.masked_fill(later, -torch.inf), -1) @ (normed @ W_v) @ W_o
+            x = x + gelu(layer_norm(x, (d,)) @ W_up) @ W_down
+        found.append(torch.autograd.grad((x - targets).square().mean(-1)[real].mean(), table)[0].norm(dim=-1))
+    return found
+
+
+def tied_projections(p: Any, run: Run) -> Any:
+    """Queries once, three kinds of keys: logits, weights, their mirror images, a spectrum each."""
+    import torch
+
+    W_q, W_k = (p.weight_std * run.randn(p.d_model, p.d_k) for _ in range(2))
+    x = run.randn(p.batch, p.seq_len, p.d_model)
+    q = x @ W_q
+    logits = q @ q.mT * p.d_k**-0.5
+    weights = torch.softmax(logits, -1)
+    found = [weights.diagonal(dim1=-2, dim2=-1).mean(), weights.diagonal(-1, -2, -1).mean(), weights.amax(-1)]
+    found += [(logits - logits.mT).abs().max(), (weights - weights.mT).abs().max()]
+    signs = torch.ones(p.d_k, device=q.device)
+    signs[p.d_k // 2 :] = -1
+    for k in (q[:4], q[:4] * signs, x[:4] @ W_k):
+        logits = q[:4] @ k.mT * p.d_k**-0.5
+        half = (logits[0] + logits[0].mT).cpu().double() / 2
+        found.append(torch.linalg.eigvalsh(half))
+        for power in range(-4, 4):
+            found.append(torch.softmax(logits * 2.0**power, -1).diagonal(dim1=-2, dim2=-1).mean())
+    return found
+
+
+def directed_lookup(p: Any, run: Run) -> Any:
+    """Vectors by Adam, 50 steps, for 4 limits, 3 kinds and 2 starts at once; the weights that they end with."""
+    import torch
+
+    vectors = run.randn(2, 3, 4, 2, p.seq_len, p.d_k).cpu().double()
+    targets = torch.eye(p.seq_len, dtype=torch.float64).roll(1, 1)
+    first, second = torch.zeros_like(vectors), torch.zeros_like(vectors)
+    for _ in range(50):
+        q, k = vectors
+        by_logits = targets - torch.softmax(q @ k.mT, -1)
+        gradient = torch.stack((by_logits @ k, by_logits.mT @ q))
+        first.lerp_(gradient, 0.1)
+        second.lerp_(gradient.square(), 0.1)
+        vectors = vectors + 0.1 * first / (second.sqrt() + 1e-9)
+        vectors = vectors * (4 / (vectors.square().sum(-1, keepdim=True).sqrt() + 1e-9)).clamp_max(1)
+    return torch.softmax(vectors[0] @ vectors[1].mT, -1)

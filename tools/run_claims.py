@@ -119,12 +119,16 @@ def groups(tasks: Sequence[Task]) -> list[list[Task]]:
 
 
 def warm_up() -> None:
-    """Have torch imported and its first multiplication and backward pass done, so that no claim is charged for them."""
+    """Have torch imported and its first products and backward pass done, so that no claim is charged for them.
+
+    The first product of tensors without storage makes torch import sympy: half a second, once in a process.
+    """
     import torch
 
     runner.settle_process()
     x = torch.ones(4, 4, requires_grad=True)
     (x @ x).softmax(-1).sum().backward()
+    _ = x.detach().to("meta") @ torch.empty(4, 4, device="meta")
 
 
 def prepare_worker() -> None:

@@ -125,6 +125,8 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
         title=words.y,
         scale=_scale(plot.y_scale, mark=plot.mark),
         axis=_axis(plot.y_scale, plot.y_unit),
+        # stacked bars begin at 0, which has no logarithm; unstacked ones at the lower end of the axis
+        **({"stack": None} if plot.mark == "bar" and plot.y_scale != "linear" else {}),
     )
     tooltip = [alt.Tooltip(plot.x, type="nominal" if words.x_is_text else "quantitative", title=words.x)]
     tooltip.append(alt.Tooltip(plot.y, type="quantitative", title=words.y, format=".4~g"))

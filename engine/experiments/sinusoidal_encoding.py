@@ -54,6 +54,10 @@ class Params(BaseParams):
     projection: str = choice("no_projection", "random_projection", "shared_orthogonal", "pair_rotations")
     content_std: float = number(0.0, low=0, high=10, step=0.1)
 
+    def unread(self) -> frozenset[str]:
+        one_number, one_pair = self.code in ("integers", "normalized"), self.code == "one_wave"
+        return frozenset({"fit_map", "projection"} if one_number else {"fit_map"} if one_pair else ())
+
     def rules(self) -> Iterator[Problem]:
         if self.d_model % 2:
             yield Problem("rule", "d_model", self.d_model, rule="model_width_is_even")

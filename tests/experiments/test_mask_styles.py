@@ -86,7 +86,7 @@ def test_law_holds():
         ("softmax(torch.where(keep, logits, constant))", "softmax(logits + torch.where(keep, 0, constant))"),
         ("torch.where(again & ~keep, constant, zero)", "torch.where(again & keep, constant, zero)"),
         ("keep[-1] = False", "keep[-1] = True"),
-        ("(rows * ~visible)", "(rows * visible)"),
+        ("(rows * ~visible.cpu())", "(rows * visible.cpu())"),
         ("(weights - wanted).abs().sum(dim=-1) / 2", "(weights - wanted).abs().sum(dim=-1)"),
     ],
 )

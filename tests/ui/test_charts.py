@@ -50,6 +50,14 @@ def test_a_heat_map_of_signed_values_has_two_hues_that_meet_at_zero():
         assert (colour.get("scale", {}).get("domainMid") == 0) is signed
 
 
+@pytest.mark.parametrize(("scale", "stacked"), [("linear", True), ("log10", False)])
+def test_bars_over_a_logarithm_are_not_stacked_from_zero(scale, stacked):
+    plot = Plot("p", table="t", x="x", y="y", by="series", mark="bar", y_scale=scale)
+    y = charts.spec(plot, dataclasses.replace(WORDS, x_is_text=True))["encoding"]["y"]
+    assert ("stack" not in y) is stacked
+    assert y.get("stack") is None
+
+
 def test_rates_have_prefixes():
     plot = Plot("p", table="t", x="x", y="y", y_scale="log10", y_unit="flop/s")
     assert charts.spec(plot, WORDS)["encoding"]["y"]["axis"]["format"] == "~s"

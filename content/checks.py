@@ -22,7 +22,7 @@ from content.schema import LANGUAGES, Card, Cloze, Item, Numeric, Option, Predic
 LEAST = {"claims": 5, "mistakes": 3, "follow_ups": 4}
 LEAST_ITEMS, LEAST_KINDS, LEAST_DRAWS = 8, 4, 50
 STANDS_OUT = 1.5  # times as long as any other, or as short
-SHORT = 12  # characters: of these nobody notices the length
+SHORT = 24  # characters: of these nobody notices the length
 _NOT_LETTERS = re.compile(r"\\[A-Za-z]+|[${}`\s]")
 TO_NAME, TO_LINK = "to_be_written", "to-be-written"  # new_card.py's places for a name and for an id
 

@@ -161,7 +161,7 @@ def _draw(params: Params, run: Run) -> _Heads:
         table = normal(params.position_shift + params.seq_len, d_model)
         still, moved = from_table(table, order), from_table(table, order + params.position_shift)
     else:  # the square of a sine and of its cosine is a half on average
-        still, moved = (sinusoidal((order + s).double(), d_model) * 2**0.5 for s in (0, params.position_shift))
+        still, moved = (sinusoidal((order + s).cpu().double(), d_model) * 2**0.5 for s in (0, params.position_shift))
     return _Heads(x, W_q, W_k, W_v, params.position_rms * still, params.position_rms * moved)
 
 

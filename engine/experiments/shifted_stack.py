@@ -220,7 +220,7 @@ def _try_moves(
 
 def _compare(still: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
     """The size of the difference over that of ``still``. Shapes: (n_encodings, q_len, d_model) to (n_encodings,)."""
-    apart, still = (moved - still).double(), still.double()
+    apart, still = (moved - still).cpu().double(), still.cpu().double()
     return (apart.square().sum(dim=(-2, -1)) / still.square().sum(dim=(-2, -1))).sqrt()
 
 
@@ -230,8 +230,8 @@ def _compare_logits(still: torch.Tensor, moved: torch.Tensor, visible: torch.Ten
     Shapes: still (..., n_heads, seq_len, seq_len), moved (..., n_heads, q_len, seq_len); returns (...).
     """
     q_len = moved.shape[-2]
-    size = still[..., visible].double().std(dim=(-2, -1))
-    apart = (moved - still[..., -q_len:, :])[..., visible[-q_len:]].double()
+    size = still[..., visible].cpu().double().std(dim=(-2, -1))
+    apart = (moved - still[..., -q_len:, :])[..., visible[-q_len:]].cpu().double()
     return apart.square().mean(dim=(-2, -1)).sqrt() / size
 
 
@@ -255,7 +255,7 @@ def _vectors(model: _Model, ids: torch.Tensor) -> torch.Tensor:
 
     table = model.table
     vectors = torch.zeros(len(ENCODINGS), *ids.shape, table.shape[-1], dtype=table.dtype)
-    places = ids.flatten().double() if table.dtype == torch.float64 else ids.flatten()
+    places = ids.flatten().cpu().double() if table.dtype == torch.float64 else ids.flatten()
     vectors[ENCODINGS.index("learned_table")] = from_table(table, ids.flatten()).view_as(vectors[0])
     vectors[ENCODINGS.index("sinusoidal")] = sinusoidal(places, table.shape[-1]).view_as(vectors[0])
     return vectors

@@ -171,7 +171,7 @@ def run(params: Params, run: Run) -> Result:
         "nearest_gap": float(abs(nearest // params.seq_len - nearest % params.seq_len)),
         "wavelength_min": wavelengths.min().item(),
         "wavelength_max": wavelengths.max().item(),
-        "still_share": (reach < STILL).double().mean().item(),
+        "still_share": (reach < STILL).cpu().double().mean().item(),
         "table_dimensions": float((held < HELD).sum().item() + 1),
         "off_distance_share": ((logits - by_distance).square().sum() / centre.square().sum()).item(),
         "direction_share": (turned.square().sum() / centre.square().sum()).item(),
@@ -189,14 +189,14 @@ def _code(params: Params, code: str, random_table: torch.Tensor) -> torch.Tensor
     """One code of the positions 0 to seq_len - 1, float64 on the CPU. Shapes: returns (seq_len, width)."""
     import torch
 
-    positions = torch.arange(params.seq_len).double()
+    positions = torch.arange(params.seq_len).cpu().double()
     if code == "integers":
         return positions[:, None]
     if code == "normalized":
         return positions[:, None] / params.seq_len
     if code == "binary":
         bits = torch.arange(max(1, (params.seq_len - 1).bit_length()))
-        return ((positions.long()[:, None] >> bits) & 1).double()
+        return ((positions.long()[:, None] >> bits) & 1).cpu().double()
     if code == "random_table":
         return random_table
     if code == "one_wave":

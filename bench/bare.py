@@ -641,7 +641,7 @@ def head_rank(p: Any, run: Run) -> Any:
 
 
 def key_separation(p: Any, run: Run) -> Any:
-    """Cosines of 64 queries with random keys, as they are and rounded; both kinds of keys at seven widths; bisection."""
+    """Cosines of 64 queries with random keys, also rounded; both kinds of keys at seven widths; bisection."""
     import torch
 
     def keys(d_k: int, n_queries: int) -> Any:

@@ -665,7 +665,7 @@ def key_separation(p: Any, run: Run) -> Any:
     gaps = [c.gather(-1, wanted).amin(-1) - c.scatter(-1, wanted, -1).amax(-1) for c in (cosines, rounded)]
     of_table, own = [], []
     for d_k in (2, 4, 8, 16, 32, 64, 128):
-        few, random, curve = keys(d_k, 8)
+        few, random, curve = keys(d_k, 5)
         for k in (random, curve):
             of_table.append(k[few].mean(1) @ k.mT)
             own.append(few)

@@ -48,6 +48,7 @@ class Params(BaseParams):
     keys: str = choice("random", "curve")
     n_wanted: int = number(1, low=1, high=4)
     coordinate_size: float = number(1.0, low=0.25, high=64, step=0.25)
+    wanted_weight: float = number(0.9, low=0.5, high=0.99, step=0.01)
     qk_dtype: str = choice("bfloat16", "float16", "float32")
 
     def rules(self) -> Iterator[Problem]:
@@ -82,13 +83,12 @@ PLOTS = (
 BUDGET_S = 0.1
 
 N_QUERIES = 64
-WANTED_WEIGHT = 0.9  # what the wanted keys together have to get
 MOST = 2.0**24  # logits above are not tried: a query that never gets there counts as this
 LEAST = 2.0**-4  # a logit at which the weights of 16 keys are still nearly equal
 BISECTIONS = 21  # of the 28 powers of two between the two: to 1e-5 of a logit
 TIE = 1e-13  # a smaller gap between cosines is rounding
 TABLE_WIDTHS = (2, 4, 8, 16, 32, 64, 128)
-TABLE_QUERIES = 8  # behind each point of the table
+TABLE_QUERIES = 5  # behind each point of the table
 SHOWN = 32  # keys on either side of the first wanted one
 
 
@@ -102,7 +102,7 @@ def memory_bytes(params: Params) -> int:
 def run(params: Params, run: Run) -> Result:
     """Place the keys, find 64 queries, and measure how long both have to be; the table does so for other widths.
 
-    ``coordinate_needed``: root mean square of the coordinates at which a query gives its keys 0.9 of its weight, and
+    ``coordinate_needed``: root mean square of the coordinates at which a query gives its keys ``wanted_weight`` together, and
     ``logit_needed`` the largest logit that goes with it, :math:`|q||k|/\\sqrt{d_k}`. ``wanted_weight_mean``: the weight
     they get at ``coordinate_size``. ``top_share``: queries whose keys all have larger products than all other keys,
     whatever the length; ``top_share_rounded``: those for which this holds after q and k are rounded.
@@ -121,7 +121,7 @@ def run(params: Params, run: Run) -> Result:
     gap = _gap(cosines, wanted)
     dtype = getattr(torch, params.qk_dtype)
     rounded = _gap(q.to(dtype).to(q.dtype) @ k.to(dtype).to(k.dtype).mT, wanted)
-    needed = _logit_needed(cosines, wanted, run)
+    needed = _logit_needed(params, run, cosines, wanted)
     run.progress(0.3)
     logits = params.coordinate_size**2 * math.sqrt(params.d_k) * cosines
     metrics = {
@@ -182,14 +182,14 @@ def _gap(cosines: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return cosines.gather(-1, wanted).amin(dim=-1) - others.amax(dim=-1)
 
 
-def _logit_needed(cosines: torch.Tensor, wanted: torch.Tensor, run: Run) -> torch.Tensor:
-    """The smallest factor of the cosines that gives the wanted keys 0.9 of the weight. Shapes: returns (query,)."""
+def _logit_needed(params: Params, run: Run, cosines: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The smallest factor of the cosines that gives the wanted keys their weight. Shapes: returns (query,)."""
     low = cosines.new_full((len(cosines), 1), math.log2(LEAST))
     high = cosines.new_full((len(cosines), 1), math.log2(MOST))
     for _ in range(BISECTIONS):
         run.check_stop()
         middle = (low + high) / 2
-        reached = softmax(2**middle * cosines).gather(-1, wanted).sum(dim=-1, keepdim=True) >= WANTED_WEIGHT
+        reached = softmax(2**middle * cosines).gather(-1, wanted).sum(dim=-1, keepdim=True) >= params.wanted_weight
         low, high = low.where(reached, middle), high.where(~reached, middle)
     return (2**high).flatten()
 
@@ -209,7 +209,7 @@ def _needed_table(params: Params, run: Run) -> Table:
             k = _place(run, keys, d_k, params.kv_len)
             points.append((keys, d_k))
             cosines.append(_queries(keys, k, wanted) @ k.mT)
-    needed = _logit_needed(torch.cat(cosines), wanted.repeat(len(points), 1), run)
+    needed = _logit_needed(params, run, torch.cat(cosines), wanted.repeat(len(points), 1))
     sizes = [math.sqrt(x / math.sqrt(d_k)) for (_, d_k), x in zip(points, _medians(needed, len(points)), strict=True)]
     drawn = [(*point, size) for point, size in zip(points, sizes, strict=True) if size**2 * point[1] ** 0.5 < MOST / 2]
     return {

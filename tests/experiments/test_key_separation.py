@@ -12,7 +12,7 @@ from tests.harness import assert_law_catches, recorded, run
 
 NAME = "key_separation"
 SETTINGS = [
-    {"d_k": 16, "kv_len": 32},
+    {"d_k": 16, "kv_len": 32, "wanted_weight": 0.75},
     {"d_k": 64, "kv_len": 32, "n_wanted": 3},
     {"d_k": 8, "kv_len": 64, "n_wanted": 2, "coordinate_size": 2.0, "qk_dtype": "float16"},
     {"d_k": 2, "kv_len": 64, "keys": "curve", "coordinate_size": 20.0},
@@ -41,7 +41,7 @@ def query(k: np.ndarray, own: np.ndarray, on_curve: bool) -> np.ndarray:
     return max(found, key=lambda q: gap(k @ q, own))
 
 
-def logit_needed(cosines: np.ndarray, own: np.ndarray) -> float:
+def logit_needed(cosines: np.ndarray, own: np.ndarray, weight: float) -> float:
     """Newton's method on the odds against the wanted keys, instead of bisection on their weight."""
     if gap(cosines, own) <= 0:
         return CAP
@@ -49,7 +49,7 @@ def logit_needed(cosines: np.ndarray, own: np.ndarray) -> float:
     size = 0.0
     for _ in range(500):
         terms = np.exp(-size * lead) / len(own)
-        excess, slope = math.log(terms.sum() * 9), (terms * lead).sum() / terms.sum()
+        excess, slope = math.log(terms.sum() * weight / (1 - weight)), (terms * lead).sum() / terms.sum()
         size += excess / slope
         if abs(excess) < 1e-12:
             break
@@ -58,7 +58,7 @@ def logit_needed(cosines: np.ndarray, own: np.ndarray) -> float:
 
 def law(experiment: Experiment) -> None:
     for given in SETTINGS:
-        p = {"keys": "random", "n_wanted": 1, "coordinate_size": 1.0, "qk_dtype": "bfloat16"} | given
+        p = {"keys": "random", "n_wanted": 1, "coordinate_size": 1.0, "wanted_weight": 0.9, "qk_dtype": "bfloat16"} | given
         n, d_k, on_curve = p["kv_len"], p["d_k"], p["keys"] == "curve"
         result, draws = recorded(experiment, seed=5, **p)
         wanted = draws[0].argsort(1)[:, : p["n_wanted"]]
@@ -73,7 +73,7 @@ def law(experiment: Experiment) -> None:
         gaps = np.array([gap(row, own) for row, own in zip(cosines, wanted, strict=True)])
         short = [torch.tensor(x).to(getattr(torch, p["qk_dtype"])).double().numpy() for x in (q, k)]
         rounded = np.array([gap(row, own) for row, own in zip(short[0] @ short[1].T, wanted, strict=True)])
-        needed = np.array([logit_needed(row, own) for row, own in zip(cosines, wanted, strict=True)])
+        needed = np.array([logit_needed(row, own, p["wanted_weight"]) for row, own in zip(cosines, wanted, strict=True)])
         weights = np.exp(p["coordinate_size"] ** 2 * math.sqrt(d_k) * cosines)
         weights /= weights.sum(1, keepdims=True)
         m = result.metrics
@@ -103,7 +103,7 @@ def law(experiment: Experiment) -> None:
         (".prod(dim=1)", ".sum(dim=1)"),  # a sum of factors is 0 nowhere
         ("shortest = normalize((torch.linalg.pinv(own @ own.mT, hermitian=True) @ own)", "shortest = normalize((own)"),
         ("others = cosines.scatter(-1, wanted, -math.inf)", "others = cosines"),
-        (">= WANTED_WEIGHT", ">= 0.5"),
+        (">= params.wanted_weight", ">= 0.9"),
         ("k.to(dtype).to(k.dtype).mT", "k.mT"),  # only q is rounded
         ("return unit_norm(torch.stack", "return (torch.stack"),
     ],

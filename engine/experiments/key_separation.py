@@ -102,12 +102,12 @@ def memory_bytes(params: Params) -> int:
 def run(params: Params, run: Run) -> Result:
     """Place the keys, find 64 queries, and measure how long both have to be; the table does so for other widths.
 
-    ``coordinate_needed``: root mean square of the coordinates at which a query gives its keys ``wanted_weight`` together, and
-    ``logit_needed`` the largest logit that goes with it, :math:`|q||k|/\\sqrt{d_k}`. ``wanted_weight_mean``: the weight
-    they get at ``coordinate_size``. ``top_share``: queries whose keys all have larger products than all other keys,
-    whatever the length; ``top_share_rounded``: those for which this holds after q and k are rounded.
-    ``worst_cosine_gap``: by how much the cosine of the weakest wanted key is above that of the strongest other one, in
-    the worst query.
+    ``coordinate_needed``: root mean square of the coordinates at which a query gives its keys ``wanted_weight``
+    together, and ``logit_needed`` the largest logit that goes with it, :math:`|q||k|/\\sqrt{d_k}`.
+    ``wanted_weight_mean``: the weight they get at ``coordinate_size``. ``top_share``: queries whose keys all have larger
+    products than all other keys, whatever the length; ``top_share_rounded``: those for which this holds after q and k
+    are rounded. ``worst_cosine_gap``: by how much the cosine of the weakest wanted key is above that of the strongest
+    other one, in the worst query.
 
     Shapes: k (kv_len, d_k), wanted (query, n_wanted), q (query, d_k), cosines (query, kv_len).
     """

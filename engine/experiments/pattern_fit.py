@@ -42,7 +42,7 @@ TRAINS = True
 
 @dataclass(frozen=True)
 class Params(BaseParams):
-    pattern: str = choice("one_key", "pairs", "blocks", "soft")
+    target_pattern: str = choice("one_key", "pairs", "blocks", "soft")
     d_k: int = number(4, low=1, high=64, log2=True)
     kv_len: int = number(32, low=8, high=64, step=4)
     target_logits_std: float = number(1.0, low=0.25, high=4, step=0.25)
@@ -54,7 +54,7 @@ class Params(BaseParams):
             yield Problem("rule", "d_k", self.d_k, rule="width_within_keys", values={"kv_len": self.kv_len})
 
     def unread(self) -> frozenset[str]:
-        return frozenset() if self.pattern == "soft" else frozenset({"target_logits_std"})
+        return frozenset() if self.target_pattern == "soft" else frozenset({"target_logits_std"})
 
 
 METRICS = (
@@ -140,11 +140,11 @@ def _pattern(params: Params, run: Run) -> torch.Tensor:
 
     n = params.kv_len
     drawn = run.randn(n, n).cpu().double()
-    if params.pattern == "soft":
+    if params.target_pattern == "soft":
         return softmax(params.target_logits_std * drawn)
-    if params.pattern == "one_key":
+    if params.target_pattern == "one_key":
         return torch.eye(n, dtype=drawn.dtype)[drawn[0].argsort()]
-    if params.pattern == "pairs":
+    if params.target_pattern == "pairs":
         return torch.zeros_like(drawn).scatter(-1, drawn.argsort(dim=-1)[:, :2], 0.5)
     block = torch.arange(n) * N_BLOCKS // n
     same = (block[:, None] == block).to(drawn.dtype)

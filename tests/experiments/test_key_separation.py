@@ -21,6 +21,7 @@ SETTINGS = [
     {"d_k": 2, "kv_len": 32, "keys": "curve", "n_wanted": 2},
     {"d_k": 2, "kv_len": 256, "keys": "curve"},
 ]
+DEFAULTS = {"keys": "random", "n_wanted": 1, "coordinate_size": 1.0, "wanted_weight": 0.9, "qk_dtype": "bfloat16"}
 CAP = 2.0**24
 
 
@@ -58,7 +59,7 @@ def logit_needed(cosines: np.ndarray, own: np.ndarray, weight: float) -> float:
 
 def law(experiment: Experiment) -> None:
     for given in SETTINGS:
-        p = {"keys": "random", "n_wanted": 1, "coordinate_size": 1.0, "wanted_weight": 0.9, "qk_dtype": "bfloat16"} | given
+        p = DEFAULTS | given
         n, d_k, on_curve = p["kv_len"], p["d_k"], p["keys"] == "curve"
         result, draws = recorded(experiment, seed=5, **p)
         wanted = draws[0].argsort(1)[:, : p["n_wanted"]]
@@ -73,7 +74,8 @@ def law(experiment: Experiment) -> None:
         gaps = np.array([gap(row, own) for row, own in zip(cosines, wanted, strict=True)])
         short = [torch.tensor(x).to(getattr(torch, p["qk_dtype"])).double().numpy() for x in (q, k)]
         rounded = np.array([gap(row, own) for row, own in zip(short[0] @ short[1].T, wanted, strict=True)])
-        needed = np.array([logit_needed(row, own, p["wanted_weight"]) for row, own in zip(cosines, wanted, strict=True)])
+        pairs = zip(cosines, wanted, strict=True)
+        needed = np.array([logit_needed(row, own, p["wanted_weight"]) for row, own in pairs])
         weights = np.exp(p["coordinate_size"] ** 2 * math.sqrt(d_k) * cosines)
         weights /= weights.sum(1, keepdims=True)
         m = result.metrics

@@ -12,23 +12,23 @@ from tests.harness import assert_law_catches, recorded, run
 
 NAME = "pattern_fit"
 SETTINGS = [
-    {"pattern": "one_key", "d_k": 2, "kv_len": 8, "steps": 20},
-    {"pattern": "pairs", "d_k": 3, "kv_len": 12, "steps": 20, "learning_rate": 0.1},
-    {"pattern": "blocks", "d_k": 4, "kv_len": 8, "steps": 10},
-    {"pattern": "soft", "d_k": 8, "kv_len": 16, "steps": 20, "target_logits_std": 2.0},
+    {"target_pattern": "one_key", "d_k": 2, "kv_len": 8, "steps": 20},
+    {"target_pattern": "pairs", "d_k": 3, "kv_len": 12, "steps": 20, "learning_rate": 0.1},
+    {"target_pattern": "blocks", "d_k": 4, "kv_len": 8, "steps": 10},
+    {"target_pattern": "soft", "d_k": 8, "kv_len": 16, "steps": 20, "target_logits_std": 2.0},
 ]
 
 
 def target(p: dict, drawn: np.ndarray) -> np.ndarray:
     n = len(drawn)
     P = np.zeros((n, n))
-    if p["pattern"] == "soft":
+    if p["target_pattern"] == "soft":
         P = np.exp(p["target_logits_std"] * drawn)
         return P / P.sum(1, keepdims=True)
     for i in range(n):
-        if p["pattern"] == "one_key":
+        if p["target_pattern"] == "one_key":
             P[i, np.argsort(drawn[0])[i]] = 1
-        elif p["pattern"] == "pairs":
+        elif p["target_pattern"] == "pairs":
             P[i, np.argsort(drawn[i])[:2]] = 0.5
         else:
             own = [j for j in range(n) if j * 4 // n == i * 4 // n]
@@ -101,26 +101,30 @@ def test_law_holds_and_catches_a_broken_engine(old, new):
 
 
 def test_a_head_that_is_wide_enough_reaches_any_soft_pattern():
-    near = run(get(NAME), dtype="float64", pattern="soft", kv_len=12, d_k=11, steps=2000, learning_rate=0.02).metrics
-    narrow = run(get(NAME), dtype="float64", pattern="soft", kv_len=12, d_k=10, steps=2000, learning_rate=0.02).metrics
+    near = run(
+        get(NAME), dtype="float64", target_pattern="soft", kv_len=12, d_k=11, steps=2000, learning_rate=0.02
+    ).metrics
+    narrow = run(
+        get(NAME), dtype="float64", target_pattern="soft", kv_len=12, d_k=10, steps=2000, learning_rate=0.02
+    ).metrics
     assert near["kl_nats"] < 1e-6  # 11 numbers for rows whose logarithms have rank 11, less their means
     assert narrow["kl_nats"] > 1e-4
 
 
 def test_a_matrix_of_low_rank_can_not_be_a_permutation_and_a_head_can():
-    found = run(get(NAME), pattern="one_key", d_k=4).metrics
+    found = run(get(NAME), target_pattern="one_key", d_k=4).metrics
     assert found["svd_missed_share"] == pytest.approx(1 - 4 / 32)  # all singular values are 1
     assert found["top_key_share"] == 1
     assert found["overlap_mean"] > 0.98
 
 
 def test_four_blocks_have_rank_four():
-    assert run(get(NAME), pattern="blocks", d_k=4, steps=10).metrics["svd_missed_share"] < 1e-20
-    assert run(get(NAME), pattern="blocks", d_k=2, steps=10).metrics["svd_missed_share"] == pytest.approx(0.5)
+    assert run(get(NAME), target_pattern="blocks", d_k=4, steps=10).metrics["svd_missed_share"] < 1e-20
+    assert run(get(NAME), target_pattern="blocks", d_k=2, steps=10).metrics["svd_missed_share"] == pytest.approx(0.5)
 
 
 def test_curves_begin_alike_and_end_at_the_metrics():
-    result = run(get(NAME), pattern="soft", d_k=8, steps=50)
+    result = run(get(NAME), target_pattern="soft", d_k=8, steps=50)
     curves = result.tables["curves"]
     mine = curves["d_k"] == 8
     assert curves["step"][mine][0] == 0

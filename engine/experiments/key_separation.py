@@ -17,9 +17,10 @@ for f = 1, 2, ... up to d_k / 2. In two dimensions this is a circle. The query f
 
 which is largest on M and nowhere else. The product is a sum of cosines and sines of up to m times the angle, so this
 needs d_k of at least 2m. (In a wide head the shortest vector may do better; of the two the one with the larger gap is
-taken. In a head that is too narrow it is all there is.) For all sets of m keys no placement does with less: by Radon's
-theorem any d_k + 2 keys fall into two sets whose hulls have a point in common. The product of q with that point is a
-weighted mean of its products with either set, so the smaller set, at most d_k/2 + 1 keys, can't come before all others.
+taken. In a head that is too narrow it is all there is.) No placement does with less for all sets of up to m keys: by
+Radon's theorem any d_k + 2 keys fall into two sets whose hulls have a point in common. The product of q with that point
+is a weighted mean of its products with either set, so the smaller set, at most d_k/2 + 1 keys, can't come before all
+others.
 
 Everything is computed in float64 on the CPU, apart from the rounding of q and k to ``qk_dtype`` for
 ``top_share_rounded``.
@@ -104,10 +105,10 @@ def run(params: Params, run: Run) -> Result:
 
     ``coordinate_needed``: root mean square of the coordinates at which a query gives its keys ``wanted_weight``
     together, and ``logit_needed`` the largest logit that goes with it, :math:`|q||k|/\\sqrt{d_k}`.
-    ``wanted_weight_mean``: the weight they get at ``coordinate_size``. ``top_share``: queries whose keys all have larger
-    products than all other keys, whatever the length; ``top_share_rounded``: those for which this holds after q and k
-    are rounded. ``worst_cosine_gap``: by how much the cosine of the weakest wanted key is above that of the strongest
-    other one, in the worst query.
+    ``wanted_weight_mean``: the weight they get at ``coordinate_size``. ``top_share``: queries whose keys all have
+    larger products than all other keys, whatever the length; ``top_share_rounded``: those for which this holds after q
+    and k are rounded. ``worst_cosine_gap``: by how much the cosine of the weakest wanted key is above that of the
+    strongest other one, in the worst query.
 
     Shapes: k (kv_len, d_k), wanted (query, n_wanted), q (query, d_k), cosines (query, kv_len).
     """

@@ -2,9 +2,9 @@ r"""The rank of what one head computes: of its logits, of its weights, and of th
 
 With x the tokens (one a row) the logits of a head are :math:`x W_q W_k^\top x^\top/\sqrt{d_k}`. Their rank is at most
 d_k, and never above that of x. RoPE turns each q and k by itself, so the product is still one of vectors of d_k
-numbers; a bias that is added to the logits is not, and may have any rank. The bias of ALiBi is linear in both positions
-where only earlier keys are seen, and has rank 2 there; by the distance on both sides, or learned for each distance, it
-has full rank.
+numbers, though the rank of x bounds it no longer; a bias that is added to the logits is not, and may have any rank. The
+bias of ALiBi is linear in both positions where only earlier keys are seen, and has rank 2 there; by the distance on
+both sides it has full rank, and drawn for each distance as well.
 
 Softmax is an exponential entry by entry, which keeps no rank: the weights usually have full rank, although most of
 their singular values are small. Weights times values have rank d_v at most again, one head writes with the matrix

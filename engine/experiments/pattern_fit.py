@@ -4,7 +4,7 @@ The pattern P has a row of weights for each of ``kv_len`` queries. A head makes 
 :math:`QK^\top/\sqrt{d_k}`, so its logits have rank at most d_k. A softmax forgets a constant in each row, so a P
 without zeros is within reach exactly if :math:`\log P`, each row less its own mean, has rank at most d_k; that rank is
 at most kv_len - 1, whatever P. A P with zeros is never reached, but a head may come as near as one likes, with longer
-and longer q and k, if it can put the wanted keys of each row on top (``key_separation``).
+and longer q and k, if it can put the wanted keys of each row on top with equal logits (``key_separation``).
 
 * *soft*: softmax of independent normal logits. Every entry counts, and log P has full rank.
 * *one_key*: each query wants one key, and each key is wanted once (a permutation).

@@ -666,6 +666,53 @@ def head_costs(p: Any, run: Run) -> Any:
         found.append(counted)
 
 
+def head_rank(p: Any, run: Run) -> Any:
+    """One layer in float64, and the singular values of seven of its matrices."""
+    import torch
+
+    x = run.randn(p.seq_len, p.d_model).double()
+    W_q, W_k, W_v = (run.randn(p.n_heads, d, p.d_model).double() / p.d_model**0.5 for d in (p.d_k, p.d_k, p.d_v))
+    W_o = run.randn(p.n_heads, p.d_model, p.d_v).double()
+    logits = (x @ W_q.mT) @ (x @ W_k.mT).mT * p.d_k**-0.5
+    weights = torch.softmax(logits, -1)
+    heads = weights @ (x @ W_v.mT)
+    matrices = (logits[0], weights[0], logits.flatten(0, 1), W_o[0] @ W_v[0], heads[0], (heads @ W_o.mT).sum(0), x)
+    return [torch.linalg.svdvals(matrix) for matrix in matrices]
+
+
+def key_separation(p: Any, run: Run) -> Any:
+    """Cosines of 64 queries with random keys, also rounded; both kinds of keys at seven widths; bisection."""
+    import torch
+
+    def keys(d_k: int, n_queries: int) -> Any:
+        wanted = run.rand(n_queries, p.kv_len).argsort(-1)[:, : p.n_wanted]
+        k = torch.nn.functional.normalize(run.randn(p.kv_len, d_k).double(), dim=-1)
+        angles = 6.2832 * torch.arange(p.kv_len)[:, None] / p.kv_len * torch.arange(1, d_k // 2 + 1)
+        curve = torch.cat((angles.cos(), angles.sin()), -1).double() * (2 / d_k) ** 0.5
+        return wanted, k, curve
+
+    def needed(cosines: Any, wanted: Any) -> Any:
+        low, high = torch.full((len(cosines), 1), -4.0), torch.full((len(cosines), 1), 24.0)
+        for _ in range(21):
+            middle = (low + high) / 2
+            reached = torch.softmax(2**middle * cosines, -1).gather(-1, wanted).sum(-1, keepdim=True) >= 0.9
+            low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
+        return high.median()
+
+    wanted, k, _ = keys(p.d_k, 64)
+    q = k[wanted].mean(1)
+    cosines, rounded = q @ k.mT, q.bfloat16().double() @ k.bfloat16().double().mT
+    gaps = [c.gather(-1, wanted).amin(-1) - c.scatter(-1, wanted, -1).amax(-1) for c in (cosines, rounded)]
+    of_table, own = [], []
+    for d_k in (2, 4, 8, 16, 32, 64, 128):
+        few, random, curve = keys(d_k, 5)
+        for k in (random, curve):
+            of_table.append(k[few].mean(1) @ k.mT)
+            own.append(few)
+    weights = torch.softmax(p.d_k**0.5 * cosines, -1).gather(-1, wanted)
+    return gaps, weights, needed(cosines, wanted), needed(torch.cat(of_table), torch.cat(own))
+
+
 def mask_styles(p: Any, run: Run) -> Any:
     """A constant added before the softmax, measured against -inf; six ways over the leads and for the empty row."""
     import torch

@@ -49,7 +49,7 @@ class Params(BaseParams):
     keys: str = choice("random", "curve")
     n_wanted: int = number(1, low=1, high=4)
     coordinate_size: float = number(1.0, low=0.25, high=64, step=0.25)
-    wanted_weight: float = number(0.9, low=0.5, high=0.99, step=0.01)
+    weight_to_reach: float = number(0.9, low=0.5, high=0.99, step=0.01)
     qk_dtype: str = choice("bfloat16", "float16", "float32")
 
     def rules(self) -> Iterator[Problem]:
@@ -103,7 +103,7 @@ def memory_bytes(params: Params) -> int:
 def run(params: Params, run: Run) -> Result:
     """Place the keys, find 64 queries, and measure how long both have to be; the table does so for other widths.
 
-    ``coordinate_needed``: root mean square of the coordinates at which a query gives its keys ``wanted_weight``
+    ``coordinate_needed``: root mean square of the coordinates at which a query gives its keys ``weight_to_reach``
     together, and ``logit_needed`` the largest logit that goes with it, :math:`|q||k|/\\sqrt{d_k}`.
     ``wanted_weight_mean``: the weight they get at ``coordinate_size``. ``top_share``: queries whose keys all have
     larger products than all other keys, whatever the length; ``top_share_rounded``: those for which this holds after q
@@ -190,7 +190,7 @@ def _logit_needed(params: Params, run: Run, cosines: torch.Tensor, wanted: torch
     for _ in range(BISECTIONS):
         run.check_stop()
         middle = (low + high) / 2
-        reached = softmax(2**middle * cosines).gather(-1, wanted).sum(dim=-1, keepdim=True) >= params.wanted_weight
+        reached = softmax(2**middle * cosines).gather(-1, wanted).sum(dim=-1, keepdim=True) >= params.weight_to_reach
         low, high = low.where(reached, middle), high.where(~reached, middle)
     return (2**high).flatten()
 

@@ -42,7 +42,7 @@ TRAINS = True
 
 @dataclass(frozen=True)
 class Params(BaseParams):
-    target_pattern: str = choice("one_key", "pairs", "blocks", "soft")
+    target_pattern: str = choice("one_key", "two_keys", "blocks", "soft")
     d_k: int = number(4, low=1, high=64, log2=True)
     kv_len: int = number(32, low=8, high=64, step=4)
     target_logits_std: float = number(1.0, low=0.25, high=4, step=0.25)
@@ -144,7 +144,7 @@ def _pattern(params: Params, run: Run) -> torch.Tensor:
         return softmax(params.target_logits_std * drawn)
     if params.target_pattern == "one_key":
         return torch.eye(n, dtype=drawn.dtype)[drawn[0].argsort()]
-    if params.target_pattern == "pairs":
+    if params.target_pattern == "two_keys":
         return torch.zeros_like(drawn).scatter(-1, drawn.argsort(dim=-1)[:, :2], 0.5)
     block = torch.arange(n) * N_BLOCKS // n
     same = (block[:, None] == block).to(drawn.dtype)

@@ -12,7 +12,7 @@ from tests.harness import assert_law_catches, recorded, run
 
 NAME = "key_separation"
 SETTINGS = [
-    {"d_k": 16, "kv_len": 32, "wanted_weight": 0.75},
+    {"d_k": 16, "kv_len": 32, "weight_to_reach": 0.75},
     {"d_k": 64, "kv_len": 32, "n_wanted": 3},
     {"d_k": 8, "kv_len": 64, "n_wanted": 2, "coordinate_size": 2.0, "qk_dtype": "float16"},
     {"d_k": 2, "kv_len": 64, "keys": "curve", "coordinate_size": 20.0},
@@ -21,7 +21,7 @@ SETTINGS = [
     {"d_k": 2, "kv_len": 32, "keys": "curve", "n_wanted": 2},
     {"d_k": 2, "kv_len": 256, "keys": "curve"},
 ]
-DEFAULTS = {"keys": "random", "n_wanted": 1, "coordinate_size": 1.0, "wanted_weight": 0.9, "qk_dtype": "bfloat16"}
+DEFAULTS = {"keys": "random", "n_wanted": 1, "coordinate_size": 1.0, "weight_to_reach": 0.9, "qk_dtype": "bfloat16"}
 CAP = 2.0**24
 
 
@@ -75,7 +75,7 @@ def law(experiment: Experiment) -> None:
         short = [torch.tensor(x).to(getattr(torch, p["qk_dtype"])).double().numpy() for x in (q, k)]
         rounded = np.array([gap(row, own) for row, own in zip(short[0] @ short[1].T, wanted, strict=True)])
         pairs = zip(cosines, wanted, strict=True)
-        needed = np.array([logit_needed(row, own, p["wanted_weight"]) for row, own in pairs])
+        needed = np.array([logit_needed(row, own, p["weight_to_reach"]) for row, own in pairs])
         weights = np.exp(p["coordinate_size"] ** 2 * math.sqrt(d_k) * cosines)
         weights /= weights.sum(1, keepdims=True)
         m = result.metrics
@@ -105,7 +105,7 @@ def law(experiment: Experiment) -> None:
         (".prod(dim=1)", ".sum(dim=1)"),  # a sum of factors is 0 nowhere
         ("shortest = normalize((torch.linalg.pinv(own @ own.mT, hermitian=True) @ own)", "shortest = normalize((own)"),
         ("others = cosines.scatter(-1, wanted, -math.inf)", "others = cosines"),
-        (">= params.wanted_weight", ">= 0.9"),
+        (">= params.weight_to_reach", ">= 0.9"),
         ("k.to(dtype).to(k.dtype).mT", "k.mT"),  # only q is rounded
         ("return unit_norm(torch.stack", "return (torch.stack"),
     ],

@@ -13,7 +13,7 @@ from tests.harness import assert_law_catches, recorded, run
 NAME = "pattern_fit"
 SETTINGS = [
     {"target_pattern": "one_key", "d_k": 2, "kv_len": 8, "steps": 20},
-    {"target_pattern": "pairs", "d_k": 3, "kv_len": 12, "steps": 20, "learning_rate": 0.1},
+    {"target_pattern": "two_keys", "d_k": 3, "kv_len": 12, "steps": 20, "learning_rate": 0.1},
     {"target_pattern": "blocks", "d_k": 4, "kv_len": 8, "steps": 10},
     {"target_pattern": "soft", "d_k": 8, "kv_len": 16, "steps": 20, "target_logits_std": 2.0},
 ]
@@ -28,7 +28,7 @@ def target(p: dict, drawn: np.ndarray) -> np.ndarray:
     for i in range(n):
         if p["target_pattern"] == "one_key":
             P[i, np.argsort(drawn[0])[i]] = 1
-        elif p["target_pattern"] == "pairs":
+        elif p["target_pattern"] == "two_keys":
             P[i, np.argsort(drawn[i])[:2]] = 0.5
         else:
             own = [j for j in range(n) if j * 4 // n == i * 4 // n]

@@ -291,7 +291,7 @@ def _accuracy(params: Params, run: Run, weights: _Weights, name: str, sequences:
         found = [_forward(weights, tokens, positions)[0].argmax(dim=-1) for tokens in sequences.tokens.split(CHUNK)]
     known = sequences.known[:, -N_SCORED:]
     right = (torch.cat(found) == sequences.targets[:, -N_SCORED:]) & known
-    return float(right.sum() / known.sum())
+    return float(right.sum().item() / known.sum().item())
 
 
 def _result(params: Params, accuracy: dict[tuple[str, str], float], losses: dict[int, np.ndarray]) -> Result:

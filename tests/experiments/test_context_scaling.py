@@ -71,6 +71,7 @@ def whiteboard(p: dict, draws: list[np.ndarray]) -> dict[str, float]:
         "slow_pairs": len(slow),
         "unseen_turns_max": max(unseen),
         "fastest_frequency_ratio": scaled[0] / theta[0],
+        "middle_frequency_ratio": scaled[4] / theta[4],
         "slowest_frequency_ratio": scaled[-1] / theta[-1],
         "unchanged_pairs": kept,
         "divided_pairs": divided,

@@ -124,7 +124,8 @@ def run(params: Params, run: Run) -> Result:
         "stale_logits_change": _stale_logits_change(params, q, k),
     }
     run.progress(0.5)
-    tables = {"pairs": _pairs_table(params, theta), "by_distance": _by_distance_table(params)}
+    shown = _shown(params)
+    tables = {"pairs": _pairs_table(params, theta, shown), "by_distance": _by_distance_table(params, shown)}
     return Result({name: float(value) for name, value in metrics.items()}, tables)
 
 
@@ -147,7 +148,7 @@ def _neighbour_distance(theta: torch.Tensor) -> torch.Tensor:
 
 
 def _unseen_turns(params: Params, theta: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
-    """The share of its circle that each pair visits in the longer text and has not in training. Shapes: (d_k / 2,)."""
+    """The share of its circle that each pair visits in the longer text and has not in training. Shapes: as scaled."""
     trained, tested = theta * params.trained_len, scaled * params.trained_len * params.length_ratio
     full = 2 * math.pi
     return ((tested.clamp(max=full) - trained.clamp(max=full)) / full).clamp(min=0)
@@ -166,37 +167,33 @@ def _stale_logits_change(params: Params, q: torch.Tensor, k: torch.Tensor) -> to
     return (stale - fresh).norm() / fresh.norm()
 
 
-def _shown(params: Params) -> list[str]:
-    """The methods on the charts: the usual ones, and the chosen one."""
-    return [*SHOWN, *(() if params.method in SHOWN else (params.method,))]
+def _shown(params: Params) -> dict[str, torch.Tensor]:
+    """The frequencies of the methods on the charts: of the usual ones, and of the chosen one."""
+    methods = [*SHOWN, *(() if params.method in SHOWN else (params.method,))]
+    return {method: _scaled(params, method, params.context_factor) for method in methods}
 
 
-def _pairs_table(params: Params, theta: torch.Tensor) -> Table:
-    n, shown = len(theta), _shown(params)
-    ratios, unseen = [], []
-    for method in shown:
-        scaled = _scaled(params, method, params.context_factor)
-        ratios.append((scaled / theta).numpy())
-        unseen.append(_unseen_turns(params, theta, scaled).numpy())
+def _pairs_table(params: Params, theta: torch.Tensor, shown: dict[str, torch.Tensor]) -> Table:
+    import torch
+
+    scaled = torch.stack(list(shown.values()))  # (method, d_k / 2)
     return {
-        "method": np.repeat(shown, n),
-        "pair": np.tile(np.arange(n), len(shown)),
-        "frequency_ratio": np.concatenate(ratios).astype(np.float32),
-        "unseen_turns": np.concatenate(unseen).astype(np.float32),
+        "method": np.repeat(list(shown), len(theta)),
+        "pair": np.tile(np.arange(len(theta)), len(shown)),
+        "frequency_ratio": (scaled / theta).flatten().numpy().astype(np.float32),
+        "unseen_turns": _unseen_turns(params, theta, scaled).flatten().numpy().astype(np.float32),
     }
 
 
-def _by_distance_table(params: Params) -> Table:
+def _by_distance_table(params: Params, shown: dict[str, torch.Tensor]) -> Table:
     """The logit of q and k with all coordinates 1 over their lengths: the mean of the cosines of all pairs."""
     import torch
 
-    shown = _shown(params)
     farthest = params.trained_len * params.length_ratio
     distances = torch.logspace(0, math.log2(farthest), N_POINTS, base=2, dtype=torch.float64).round().unique()
-    scaled = [_scaled(params, method, params.context_factor) for method in shown]
-    cosines = [(distances[:, None] * theta).cos().mean(dim=-1) for theta in scaled]
+    cosines = (distances[:, None] * torch.stack(list(shown.values()))[:, None]).cos().mean(dim=-1)
     return {
-        "method": np.repeat(shown, len(distances)),
+        "method": np.repeat(list(shown), len(distances)),
         "token_distance": np.tile(distances.numpy(), len(shown)),
-        "cosine": torch.cat(cosines).numpy().astype(np.float32),
+        "cosine": cosines.flatten().numpy().astype(np.float32),
     }

@@ -892,3 +892,25 @@ def directed_lookup(p: Any, run: Run) -> Any:
         vectors = vectors + 0.1 * first / (second.sqrt() + 1e-9)
         vectors = vectors * (4 / (vectors.square().sum(-1, keepdim=True).sqrt() + 1e-9)).clamp_max(1)
     return torch.softmax(vectors[0] @ vectors[1].mT, -1)
+def context_scaling(p: Any, run: Run) -> Any:
+    """Frequencies of five methods, one vector and 64 keys rotated twice, five curves at 65 distances."""
+    import torch
+
+    q, k = run.randn(p.d_k).double(), run.randn(64, p.d_k).double()
+    exponents = -torch.arange(0, p.d_k, 2, dtype=torch.float64) / p.d_k
+    theta = p.base**exponents
+    turns = theta * p.trained_len / (2 * torch.pi)
+    kept = ((turns - p.slow_turns) / (p.fast_turns - p.slow_turns)).clamp(0, 1)
+    changed = p.base * p.context_factor ** (p.d_k / (p.d_k - 2))
+    five = torch.stack((theta, theta / p.context_factor, changed**exponents, theta * kept, p.larger_base**exponents))
+
+    def turned(x: Any, angles: Any) -> Any:
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
+
+    positions = torch.arange(64, dtype=torch.float64)[:, None]
+    changing = (p.base * (1 + positions) ** (p.d_k / (p.d_k - 2))) ** exponents
+    q = turned(q, theta * p.trained_len)
+    found = [turned(k, positions * theta) @ q, turned(k, positions * changing) @ q, (2 * (five / 2).sin()).norm(dim=-1)]
+    distances = torch.logspace(0, 15, 65, base=2, dtype=torch.float64)
+    return found, (distances[:, None, None] * five).cos().mean(-1), (five / theta).numpy()

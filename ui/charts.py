@@ -147,7 +147,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
         )
         series["color"] = alt.Color(plot.by, type="nominal", sort=list(words.series), legend=legend)
         if plot.mark == "line":
-            dashes = [list(DASHES[i % len(DASHES)]) for i in range(len(words.series))]
+            dashes = [_dash(i) for i in range(len(words.series))]
             series["strokeDash"] = alt.StrokeDash(
                 plot.by,
                 type="nominal",
@@ -208,6 +208,11 @@ def _heat(base: Any, plot: Plot, words: _Words) -> Any:
         for c, w, f in named
     ]
     return base.mark_rect().encode(x=x, y=y, color=colour, tooltip=tooltip).properties(height=HEIGHT + 60)
+
+
+def _dash(i: int) -> list[int]:
+    """Of the i-th series. Where the colours begin anew, the dashes are one further: no two series look the same."""
+    return list(DASHES[(i + i // len(DASHES)) % len(DASHES)])
 
 
 def _legend_columns(series: tuple[str, ...]) -> int:

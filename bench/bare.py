@@ -892,6 +892,8 @@ def directed_lookup(p: Any, run: Run) -> Any:
         vectors = vectors + 0.1 * first / (second.sqrt() + 1e-9)
         vectors = vectors * (4 / (vectors.square().sum(-1, keepdim=True).sqrt() + 1e-9)).clamp_max(1)
     return torch.softmax(vectors[0] @ vectors[1].mT, -1)
+
+
 def context_scaling(p: Any, run: Run) -> Any:
     """Frequencies of five methods, one vector and 64 keys rotated twice, five curves at 65 distances."""
     import torch

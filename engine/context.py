@@ -92,5 +92,5 @@ def _kept_by_number(d_k: int, base: float, trained_len: int, slow_turns: float, 
     first = max(math.floor(number_with(fast_turns)), 0)
     last = min(math.ceil(number_with(slow_turns)), d_k - 1)
     if first == last:
-        return (torch.arange(d_k // 2, dtype=torch.float64) <= first).double()
+        return (torch.arange(d_k // 2, dtype=torch.float64) <= first).cpu().double()
     return 1 - ((torch.arange(d_k // 2, dtype=torch.float64) - first) / (last - first)).clamp(0, 1)

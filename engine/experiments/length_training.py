@@ -183,13 +183,13 @@ class _Positions:
 
         places, dtype = torch.arange(n), _dtype(run)
         angles = torch.stack([_frequencies(params, name) for name in names])[:, None, None, None]
-        self.angles = (places.double()[:, None] * angles).to(run.device, dtype)
+        self.angles = (places.cpu().double()[:, None] * angles).to(run.device, dtype)
         bias = alibi_bias(params.n_heads, places[n - asking :], places)
         of_alibi = torch.tensor([name == "alibi" for name in names])[:, None, None, None, None]
         self.bias = (of_alibi * bias).to(run.device, dtype)
         self.keep = (places <= places[n - asking :, None]).to(run.device)
         of_sinusoidal = torch.tensor([name == "sinusoidal" for name in names])[:, None, None, None]
-        self.added = (of_sinusoidal * sinusoidal(places.double(), D_MODEL)).to(run.device, dtype)
+        self.added = (of_sinusoidal * sinusoidal(places.cpu().double(), D_MODEL)).to(run.device, dtype)
         gains = [attention_factor(SCALED.get(name, "unscaled"), params.context_factor) ** 2 for name in names]
         self.gain = torch.tensor(gains)[:, None, None, None, None].to(run.device, dtype)
         self.of_table = torch.tensor([name == "learned_table" for name in names])[:, None, None, None].to(run.device)

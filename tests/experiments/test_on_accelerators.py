@@ -81,7 +81,9 @@ def test_the_pretended_accelerator_refuses_what_real_ones_refuse(fault, words):
             fault(x)
 
 
-@pytest.mark.skipif(not ACCELERATORS, reason="this machine has no accelerator: how one rounds was not compared with the CPU")
+@pytest.mark.skipif(
+    not ACCELERATORS, reason="this machine has no accelerator: how one rounds was not compared with the CPU"
+)
 @pytest.mark.parametrize("name", NAMES if ACCELERATORS else ["every experiment"])
 @pytest.mark.parametrize("device", ACCELERATORS or ["none"])
 def test_a_seed_means_the_same_numbers_as_on_the_cpu(device, name):

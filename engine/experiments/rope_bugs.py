@@ -24,7 +24,7 @@ The weights that the layer is written for turn the first ``rotary_dims`` coordin
 
 Each test gives a number that a correct layer has at 0, up to rounding:
 
-``norm_change``         largest relative change of the length of a q or k by turning it
+``length_change``         largest relative change of the length of a q or k by turning it
 ``first_token_change``  change of q and k at position 0
 ``shift_change``        change of the output when all positions are moved
 ``reference_error``     output of one pass against the reference; ``far_error`` with all positions moved
@@ -97,7 +97,7 @@ class Params(BaseParams):
 
 TESTS = (
     "output_shape",
-    "norm_change",
+    "length_change",
     "first_token_change",
     "shift_change",
     "decoding_error",
@@ -111,7 +111,7 @@ METRICS = (
     Metric("shift_change"),
     Metric("decoding_error"),
     Metric("far_error"),
-    Metric("norm_change"),
+    Metric("length_change"),
     Metric("first_token_change"),
     Metric("tests_failed"),
     *(Metric(f"found_by_{test}") for test in TESTS),
@@ -368,7 +368,7 @@ class _Tests:
             q, k = alone.turned
             values = {
                 "output_shape": float(alone.out.shape[1:] != self.reference.shape or out.shape != alone.out[:2].shape),
-                "norm_change": max(_norm_change(q[:2], self.q), _norm_change(k[:2], self.k)),
+                "length_change": max(_length_change(q[:2], self.q), _length_change(k[:2], self.k)),
                 "first_token_change": max(
                     _relative_error(q[0, :, 0], self.q[0, :, 0]), _relative_error(k[0, :, 0], self.k[0, :, 0])
                 ),
@@ -423,7 +423,7 @@ def _relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(vector_norm(got.double() - wanted) / vector_norm(wanted))
 
 
-def _norm_change(turned: torch.Tensor, x: torch.Tensor) -> float:
+def _length_change(turned: torch.Tensor, x: torch.Tensor) -> float:
     from torch.linalg import vector_norm
 
     return float((vector_norm(turned.double(), dim=-1) / vector_norm(x.double(), dim=-1) - 1).abs().max())

@@ -12,7 +12,7 @@ even ones first, then the odd ones: those of W, of the adapter's B, of b and of 
 ``unconverted``      the weights as they are
 ``q_only``           k is left as it is
 ``wrong_direction``  the inverse: halves to neighbours
-``one_head``         all rows of W, B and b are sorted as if they belonged to one head
+``all_as_one_head``  all rows of W, B and b are sorted as if they belonged to one head
 ``ratio_for_k``      those of k are split into n_heads / n_kv_heads heads instead of n_kv_heads
 ``whole_head``       all rows of a head are sorted, where only a part of the head is turned
 ``without_bias``, ``without_gain``, ``without_adapter``   that part is left as it is
@@ -42,7 +42,7 @@ CONVERSIONS = (
     "converted",
     "q_only",
     "wrong_direction",
-    "one_head",
+    "all_as_one_head",
     "ratio_for_k",
     "whole_head",
     "without_bias",
@@ -250,7 +250,7 @@ def _convert(params: Params, conversion: str, weights: _Weights) -> _Weights:
     dims = params.d_k if conversion == "whole_head" else params.rotary_dims
     back = conversion == "wrong_direction"
 
-    one, ratio = conversion == "one_head", params.n_heads // params.n_kv_heads
+    one, ratio = conversion == "all_as_one_head", params.n_heads // params.n_kv_heads
     split_q = 1 if one else params.n_heads
     split_k = 1 if one else ratio if conversion == "ratio_for_k" else params.n_kv_heads
 

@@ -22,7 +22,7 @@ NOT_RELATIVE = {"mixed_pairing", "repeated_angles", "no_minus", "bfloat16_angles
 OF_THE_CACHE = {"no_offset", "turned_twice", "rescaled_base"}
 FOUND = {
     "output_shape": set(),
-    "norm_change": {"repeated_angles", "no_minus"},
+    "length_change": {"repeated_angles", "no_minus"},
     "first_token_change": {"heads_for_tokens"},
     "shift_change": NOT_RELATIVE,
     "decoding_error": OF_THE_CACHE | {"heads_for_tokens"},
@@ -129,7 +129,7 @@ def law(experiment: Experiment) -> None:
                 "shift_change": distance(far, out),
                 "decoding_error": distance(decoded, out),
                 "padded_error": distance(attend(bug, p, *padded, calls, pad=pad)[0][:, pad:], alone),
-                "norm_change": max(abs(lengths(got) / lengths(x) - 1).max() for got, x in turned),
+                "length_change": max(abs(lengths(got) / lengths(x) - 1).max() for got, x in turned),
                 "first_token_change": max(distance(got[:, 0], x[:, 0]) for got, x in turned[:2]),
             }
             got = {name: result.metrics[name] for name in wanted}

@@ -63,7 +63,7 @@ def layer(p: dict, x, q, k, W_v, halves: bool):
 def convert(p: dict, name: str, part, heads: int):
     W, B, A, b, g = part
     dims = p["d_k"] if name == "whole_head" else p["rotary_dims"]
-    claimed = 1 if name == "one_head" else p["n_heads"] // p["n_kv_heads"] if name == "ratio" else heads
+    claimed = 1 if name == "all_as_one_head" else p["n_heads"] // p["n_kv_heads"] if name == "ratio" else heads
     of_rows = dims if claimed == heads else len(W) // claimed
     taken = rows_taken(len(W), claimed, of_rows, name == "wrong_direction")
     gains = rows_taken(len(g), 1, dims, name == "wrong_direction")

@@ -136,7 +136,7 @@ ROUNDINGS = 8  # relative errors up to so many roundings are taken for rounding
 def memory_bytes(params: Params) -> int:
     """Three texts in one pass and two with a cache, with their logits, some copies each, in float64."""
     numbers = params.n_heads * params.seq_len * (8 * params.d_k + 6 * params.seq_len)
-    return 8 * 5 * numbers + 2**18
+    return 8 * 7 * numbers + 2**18
 
 
 def run(params: Params, run: Run) -> Result:

@@ -1,8 +1,8 @@
 r"""Rotary attention written by hand, fifteen slips in it, and which usual unit test finds which slip.
 
 The weights that the layer is written for turn the first ``rotary_dims`` coordinates of a head, pair j of
-(j, j + rotary_dims/2) by :math:`t\,base^{-2j/rotary\_dims}`. The reference is ``engine/attention.py`` with
-``engine/rotary.py``, in float64. The slips, all of which run and return the right shape:
+(j, j + rotary_dims/2) by :math:`t\,base^{-2j/rotary\_dims}`. The reference is ``engine/attention.py`` on
+pairs that are multiplied as complex numbers, in float64. The slips, all of which run and return the right shape:
 
 ``other_pairing``       pairs (2j, 2j + 1) instead, in q and in k
 ``mixed_pairing``       pairs (2j, 2j + 1) in k only
@@ -44,8 +44,8 @@ import numpy as np
 
 from engine.attention import attention_logits, context, mask_logits, softmax
 from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, Table, choice, number
-from engine.positions import BASE, rotate
-from engine.rotary import exact_angles, rounded_angles
+from engine.positions import BASE
+from engine.rotary import complex_pairs, exact_angles, rounded_angles
 
 if TYPE_CHECKING:
     import torch
@@ -394,13 +394,15 @@ class _Tests:
 
 
 def _reference(params: Params, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and logits of one text from the engine's own parts, (n_heads, seq_len, ...), in float64."""
+    """Output and logits of one text, q and k turned as complex numbers, in float64. Shapes: (n_heads, seq_len, ...)."""
     import torch
 
     q, k, v = q.double(), k.double(), v.double()
     dims, group = params.rotary_dims, params.n_heads // params.n_kv_heads
     angles = exact_angles(torch.arange(params.seq_len), dims, params.base)
-    q, k = (torch.cat((rotate(x[..., :dims], angles), x[..., dims:]), dim=-1) for x in (q, k))
+    phases = torch.polar(torch.ones_like(angles), angles)
+    pairs = [complex_pairs(x[..., :dims], "half_split") * phases for x in (q, k)]  # turning is multiplying
+    q, k = (torch.cat((p.real, p.imag, x[..., dims:]), dim=-1) for p, x in zip(pairs, (q, k), strict=True))
     k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
     logits = attention_logits(q, k)
     keep = torch.ones(params.seq_len, params.seq_len, dtype=torch.bool).tril()

@@ -32,6 +32,7 @@ import numpy as np
 
 from engine.attention import attention_logits, context, mask_logits, softmax
 from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, choice, number
+from engine.positions import BASE
 from engine.rotary import exact_angles, turn
 
 if TYPE_CHECKING:
@@ -57,11 +58,11 @@ class Params(BaseParams):
     conversion: str = choice(*CONVERSIONS)
     n_heads: int = number(8, low=1, high=16, log2=True)
     n_kv_heads: int = number(2, low=1, high=16, log2=True)
-    d_k: int = number(16, low=2, high=128, log2=True)
-    rotary_dims: int = number(8, low=2, high=128, log2=True)
+    d_k: int = number(32, low=2, high=128, log2=True)
+    rotary_dims: int = number(16, low=2, high=128, log2=True)
     d_model: int = number(64, low=1, high=256, log2=True)
     seq_len: int = number(16, low=2, high=32)
-    base: float = number(500_000.0, low=10, high=10_000_000)
+    base: float = number(BASE, low=10, high=10_000_000)
     computed_in: str = choice("float64", "float32")
 
     def rules(self) -> Iterator[Problem]:
@@ -188,9 +189,8 @@ def _draw(params: Params, run: Run, dtype: torch.dtype) -> _Weights:
         rows, d = n_heads * params.d_k, params.d_model
         matrix = normal(rows, d) / math.sqrt(d)
         B, A = normal(rows, ADAPTER_RANK), normal(ADAPTER_RANK, d)
-        return _Part(
-            matrix, B / (3 * math.sqrt(ADAPTER_RANK)), A / math.sqrt(d), normal(rows), normal(params.d_k).exp()
-        )
+        B, A, bias = B / (3 * math.sqrt(ADAPTER_RANK)), A / math.sqrt(d), normal(rows)
+        return _Part(matrix, B, A, bias, gain=(normal(params.d_k) / 2).exp())
 
     return _Weights(
         draw(params.n_heads),

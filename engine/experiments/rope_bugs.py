@@ -126,6 +126,7 @@ PLOTS = (
 )
 BUDGET_S = 0.05
 
+DRAWN = TESTS[1:-1]  # the shape finds nothing, the far comparison what the near one does, in float64
 NEED_A_REFERENCE = ("reference_error", "far_error")
 TWO = ("reference_error", "padded_error")
 OTHER_ENCODINGS = ("other_pairing", "backwards", "head_width_exponent", "default_base", "whole_head")
@@ -182,7 +183,7 @@ def run(params: Params, run: Run) -> Result:
             "key_position": np.tile(np.arange(n), n),
             "logit_difference": by_pair.flatten().numpy(),
         },
-        "tests": {"test": np.array(TESTS), "bugs_found": np.array([len(found[test]) for test in TESTS])},
+        "tests": {"test": np.array(DRAWN), "bugs_found": np.array([len(found[test]) for test in DRAWN])},
         "distances": {
             "bug": np.repeat(OTHER_ENCODINGS, n),
             "token_distance": np.tile(np.arange(n), len(OTHER_ENCODINGS)),

@@ -137,17 +137,18 @@ def run(params: Params, run: Run) -> Result:
         "permutation_order": order,
     }
 
+    names = tuple(dict.fromkeys((params.conversion, *SHOWN)))
     errors = []
-    for number_done, name in enumerate(SHOWN):
-        run.progress(0.3 + 0.1 * number_done)
+    for number_done, name in enumerate(names):
+        run.progress(0.2 + 0.1 * number_done)
         shown, _ = _layer(params, _convert(params, name, weights), x, "half_split")
         errors.append(_by_distance((shown.double() - logits.double()).square().mean(dim=0)) / float(size))
     n, rows = params.seq_len, params.d_k
     taken = labels.q.matrix[:rows, 0].long()
     tables = {
         "distances": {
-            "conversion": np.repeat(SHOWN, n),
-            "token_distance": np.tile(np.arange(n), len(SHOWN)),
+            "conversion": np.repeat(names, n),
+            "token_distance": np.tile(np.arange(n), len(names)),
             "logit_difference": np.concatenate(errors),
         },
         "rows": {

@@ -108,13 +108,11 @@ def law(experiment: Experiment) -> None:
             got = {metric: result.metrics[metric] for metric in wanted}
             # float64 on both sides, some hundred terms a sum
             assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12), (given, name)
-            if name in SHOWN:
-                table = result.tables["distances"]
-                shown = table["logit_difference"][table["conversion"] == name]
-                by_distance = [
-                    math.sqrt(np.nanmean(np.diagonal(error, -r, 1, 2) ** 2)) / size for r in range(p["seq_len"])
-                ]
-                np.testing.assert_allclose(shown, by_distance, rtol=1e-9, atol=1e-12)
+            table = result.tables["distances"]
+            assert set(table["conversion"]) == {name, *SHOWN}
+            shown = table["logit_difference"][table["conversion"] == name]
+            by_distance = [math.sqrt(np.nanmean(np.diagonal(error, -r, 1, 2) ** 2)) / size for r in range(p["seq_len"])]
+            np.testing.assert_allclose(shown, by_distance, rtol=1e-9, atol=1e-12)
             if name in ("converted", "wrong_direction", "whole_head"):
                 rows_table = result.tables["rows"]
                 drawn = np.array(rows_table["row_taken"]).reshape(p["d_k"], p["d_k"])

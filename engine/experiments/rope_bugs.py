@@ -130,6 +130,8 @@ DRAWN = TESTS[1:-1]  # the shape finds nothing, the far comparison what the near
 NEED_A_REFERENCE = ("reference_error", "far_error")
 TWO = ("reference_error", "padded_error")
 OTHER_ENCODINGS = ("other_pairing", "backwards", "head_width_exponent", "default_base", "whole_head")
+ONLY_WITH_A_CACHE = ("no_offset", "turned_twice", "rescaled_base", "padding_gap")
+OWN_TABLES = ("repeated_angles", *OTHER_ENCODINGS[2:], "heads_for_tokens", "bfloat16_angles")
 RESCALED = 4  # the base of ``rescaled_base``, in units of the right one
 ROUNDINGS = 8  # relative errors up to so many roundings are taken for rounding
 
@@ -151,6 +153,9 @@ def run(params: Params, run: Run) -> Result:
     """
     import torch
 
+    # angles at far positions are themselves rounded, in float64
+    far = params.position_shift * torch.finfo(torch.float64).eps
+    limit = ROUNDINGS * (torch.finfo(getattr(torch, params.computed_in)).eps + far)
     tests = _Tests(params, run)
     run.progress(0.05)
     values: dict[str, dict[str, float]] = {}
@@ -158,13 +163,12 @@ def run(params: Params, run: Run) -> Result:
     for bug in dict.fromkeys((params.bug, *BUGS)):
         values[bug], in_one_pass, decoded = tests(bug)
         if bug == params.bug:
-            by_pair = decoded
+            error = tests.logits_error(_one_below_another(decoded))
+            by_pair = error.where(error > limit, 0)
         if bug in OTHER_ENCODINGS:
-            by_distance[bug] = _by_distance(in_one_pass)
+            by_distance[bug] = _by_distance(tests.logits_error(in_one_pass))
         run.progress(len(values) / (len(BUGS) + 2))
 
-    # angles at far positions are themselves rounded, in float64
-    limit = ROUNDINGS * (torch.finfo(tests.dtype).eps + params.position_shift * torch.finfo(torch.float64).eps)
     found = {test: {bug for bug in BUGS if values[bug][test] > limit} for test in TESTS}
     chosen = values[params.bug]
     properties = set(TESTS) - set(NEED_A_REFERENCE)
@@ -208,11 +212,19 @@ class _Seen(NamedTuple):
     turned: tuple[torch.Tensor, torch.Tensor]
 
 
+class _Table(NamedTuple):
+    """Shapes: (batch, 1, q_len, coordinates turned), with the heads in place of 1 and 1 for q_len in one slip."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
 class _Layer:
     """Causal rotary attention behind its projections, with one slip or none."""
 
-    def __init__(self, bug: str, params: Params) -> None:
-        self.bug, self.params = bug, params
+    def __init__(self, bug: str, params: Params, tables: dict[tuple[object, ...], _Table]) -> None:
+        """``tables`` keeps cos and sin for slips that have them in common."""
+        self.bug, self.params, self.tables = bug, params, tables
 
     def __call__(
         self,
@@ -255,13 +267,21 @@ class _Layer:
         if cache is not None:
             v = torch.cat((cache[1], v), dim=2) if cache else v
             cache[:] = k, v
-        group = q.shape[1] // k.shape[1]
-        logits = attention_logits(q, k.repeat_interleave(group, dim=1))
-        weights = softmax(mask_logits(logits, keep))
-        return _Seen(context(weights, v.repeat_interleave(group, dim=1)), logits, (q, k))
+        groups = q.unflatten(1, (k.shape[1], -1))  # (batch, n_kv_heads, group, q_len, d_k)
+        logits = attention_logits(groups, k[:, :, None])
+        out = context(softmax(mask_logits(logits, keep[:, :, None])), v[:, :, None])
+        return _Seen(out.flatten(1, 2), logits.flatten(1, 2), (q, k))
 
-    def _table(self, positions: torch.Tensor, base: float, n_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the angles. Shapes: positions (batch, q_len); returns (batch, 1, q_len, turned / 2) each."""
+    def _table(self, positions: torch.Tensor, base: float, n_heads: int) -> _Table:
+        """cos and sin for each coordinate that is turned. Shapes: positions (batch, q_len)."""
+        if self.bug in OWN_TABLES:
+            return self._new_table(positions, base, n_heads)
+        key = (base, positions.shape, *positions.flatten().tolist())
+        if key not in self.tables:
+            self.tables[key] = self._new_table(positions, base, n_heads)
+        return self.tables[key]
+
+    def _new_table(self, positions: torch.Tensor, base: float, n_heads: int) -> _Table:
         import torch
 
         params, bug = self.params, self.bug
@@ -278,9 +298,11 @@ class _Layer:
         else:
             angles = exact_angles(at, dims, base)
         dtype = getattr(torch, params.computed_in)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        neighbours = bug == "repeated_angles"
+        angles = angles.repeat_interleave(2, dim=-1) if neighbours else torch.cat((angles, angles), dim=-1)
+        return _Table(angles.cos().to(dtype), angles.sin().to(dtype))
 
-    def _turn(self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], of_keys: bool = False) -> torch.Tensor:
+    def _turn(self, x: torch.Tensor, table: _Table, of_keys: bool = False) -> torch.Tensor:
         """Shapes: x (batch, n_heads, q_len, d_k)."""
         import torch
 
@@ -288,16 +310,13 @@ class _Layer:
         cos, sin = table
         if bug == "heads_for_tokens":
             cos, sin = cos[:, : x.shape[1]], sin[:, : x.shape[1]]
-        dims = 2 * cos.shape[-1]
+        dims = cos.shape[-1]
         part, rest = x[..., :dims], x[..., dims:]
         if bug == "other_pairing" or (bug == "mixed_pairing" and of_keys):
             even, odd = part[..., 0::2], part[..., 1::2]
+            cos, sin = cos[..., : dims // 2], sin[..., : dims // 2]
             turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
             return torch.cat((turned, rest), dim=-1)
-        if bug == "repeated_angles":
-            cos, sin = cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
-        else:
-            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         first, second = part.chunk(2, dim=-1)
         if bug == "no_minus":
             exchanged = torch.cat((second, first), dim=-1)
@@ -331,6 +350,8 @@ class _Tests:
         import torch
 
         self.params, self.dtype = params, getattr(torch, params.computed_in)
+        self.tables: dict[tuple[object, ...], _Table] = {}
+        self.right: tuple[_Seen, dict[str, float]] | None = None
 
         def draw(n_heads: int) -> torch.Tensor:
             """The text, and the shorter text with what stands in place of padding behind it. (2, n_heads, ...)."""
@@ -356,41 +377,51 @@ class _Tests:
             for part, size, start in zip(parts, sizes, starts, strict=False)
         ]
 
-    def __call__(self, bug: str) -> tuple[dict[str, float], torch.Tensor, torch.Tensor]:
-        """The number of each test; the error of the logits in one pass, and where the text is decoded, (q, k)."""
+    def __call__(self, bug: str) -> tuple[dict[str, float], torch.Tensor, list[torch.Tensor]]:
+        """The number of each test; the text's logits in one pass, and in each call where it is decoded."""
         import torch
 
-        params, layer = self.params, _Layer(bug, self.params)
+        params, layer = self.params, _Layer(bug, self.params, self.tables)
         with torch.inference_mode():
-            alone = layer(*self.alone, first=self.first)
+            if bug in ONLY_WITH_A_CACHE:  # all of these do the same in one pass
+                self.right = self.right or self._in_one_pass(layer)
+                alone, values = self.right
+            else:
+                alone, values = self._in_one_pass(layer)
             cache: list[torch.Tensor] = []
             steps = [layer(*call, cache=cache) for call in self.calls]
             out = torch.cat([step.out for step in steps], dim=2)
-            q, k = alone.turned
+            same_shape = values["output_shape"] == 0 and out.shape == alone.out[:2].shape
+            short = alone.out[2, :, : params.seq_len - params.padding]
             values = {
-                "output_shape": float(alone.out.shape[1:] != self.reference.shape or out.shape != alone.out[:2].shape),
-                "length_change": max(_length_change(q[:2], self.q), _length_change(k[:2], self.k)),
-                "first_token_change": max(
-                    _relative_error(q[0, :, 0], self.q[0, :, 0]), _relative_error(k[0, :, 0], self.k[0, :, 0])
-                ),
-                "shift_change": _relative_error(alone.out[1], alone.out[0]),
+                **values,
+                "output_shape": float(not same_shape),
                 "decoding_error": _relative_error(out[0], alone.out[0]),
-                "padded_error": _relative_error(
-                    out[1, :, params.padding :], alone.out[2, :, : params.seq_len - params.padding]
-                ),
-                "reference_error": _relative_error(alone.out[0], self.reference),
-                "far_error": _relative_error(alone.out[1], self.reference),
+                "padded_error": _relative_error(out[1, :, params.padding :], short),
             }
-            decoded = torch.zeros_like(self.reference_logits)
-            row = 0
-            for step in steps:
-                rows, columns = step.logits.shape[-2:]
-                decoded[:, row : row + rows, :columns] = step.logits[0]
-                row += rows
-            return values, self._logits_error(alone.logits[0]), self._logits_error(decoded)
+            return values, alone.logits[0], [step.logits[0] for step in steps]
 
-    def _logits_error(self, logits: torch.Tensor) -> torch.Tensor:
-        """Root mean square over the heads, in units of the logits' own; 0 where the mask hides them. (q, k)."""
+    def _in_one_pass(self, layer: _Layer) -> tuple[_Seen, dict[str, float]]:
+        """What the layer computes without a cache, and the numbers of the tests that need no more."""
+        alone = layer(*self.alone, first=self.first)
+        q, k = alone.turned
+        values = {
+            "output_shape": float(alone.out.shape[1:] != self.reference.shape),
+            "length_change": max(_length_change(q[:2], self.q), _length_change(k[:2], self.k)),
+            "first_token_change": max(
+                _relative_error(q[0, :, 0], self.q[0, :, 0]), _relative_error(k[0, :, 0], self.k[0, :, 0])
+            ),
+            "shift_change": _relative_error(alone.out[1], alone.out[0]),
+            "reference_error": _relative_error(alone.out[0], self.reference),
+            "far_error": _relative_error(alone.out[1], self.reference),
+        }
+        return alone, values
+
+    def logits_error(self, logits: torch.Tensor) -> torch.Tensor:
+        """Root mean square over the heads, in units of the logits' own; 0 where the mask hides them.
+
+        Shapes: (n_heads, seq_len, seq_len) to (seq_len, seq_len).
+        """
         return (logits.double() - self.reference_logits).square().mean(dim=0).sqrt().tril() / self.size
 
 
@@ -408,6 +439,15 @@ def _reference(params: Params, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     logits = attention_logits(q, k)
     keep = torch.ones(params.seq_len, params.seq_len, dtype=torch.bool).tril()
     return context(softmax(mask_logits(logits, keep)), v), logits
+
+
+def _one_below_another(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Logits of successive calls. Shapes: (n_heads, q_len, kv_len so far) each; returns (n_heads, seq_len, seq_len)."""
+    import torch
+    from torch.nn.functional import pad
+
+    width = parts[-1].shape[-1]
+    return torch.cat([pad(part, (0, width - part.shape[-1])) for part in parts], dim=-2)
 
 
 def _by_distance(error: torch.Tensor) -> np.ndarray:

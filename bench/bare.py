@@ -608,6 +608,80 @@ def embedding_scale(p: Any, run: Run) -> Any:
         found += [(drawn * size).norm(dim=1).mean() for size in (0.02, 0.5)]
         for other in ((drawn, position.roll(64, 0)), (drawn.roll(64, 0), position)):
             found.append(cosine_similarity(drawn + position, other[0] + other[1], dim=1).mean())
+
+
+def rope_bugs(p: Any, run: Run) -> Any:
+    """Three texts in one pass, then two of them in three calls with a cache; that sixteen times, and a reference."""
+    import torch
+
+    texts = [run.randn(2, h, p.seq_len, p.d_k).double() for h in (p.n_heads, p.n_kv_heads, p.n_kv_heads)]
+    theta = p.base ** (-torch.arange(0, p.rotary_dims, 2, dtype=torch.float64) / p.rotary_dims)
+    group, prompt = p.n_heads // p.n_kv_heads, p.seq_len - p.decoded_tokens
+
+    def turn(x: Any, cos: Any, sin: Any) -> Any:
+        part, rest = x[..., : p.rotary_dims], x[..., p.rotary_dims :]
+        first, second = part.chunk(2, -1)
+        return torch.cat((part * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+
+    def attend(q: Any, k: Any, v: Any, cache: Any) -> Any:
+        start = cache[0].shape[2] if cache else 0
+        angles = (start + torch.arange(q.shape[2])).expand(len(q), 1, -1)[..., None].double() * theta
+        cos, sin = (torch.cat((table, table), -1) for table in (angles.cos(), angles.sin()))
+        q, k = turn(q, cos, sin), turn(k, cos, sin)
+        if cache:
+            k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
+        cache[:] = k, v
+        logits = q @ k.repeat_interleave(group, 1).mT * p.d_k**-0.5
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1 + start)
+        return logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(group, 1), q, k
+
+    found = []
+    with torch.inference_mode():
+        wanted = attend(*(x[:1] for x in texts), [])[0]
+        for _ in range(16):
+            alone, q, k = attend(*(x[[0, 0, 1]] for x in texts), [])
+            cache: list[Any] = []
+            steps = [attend(*part, cache)[0] for part in zip(*(x.split([prompt, 1, 1], 2) for x in texts), strict=True)]
+            out = torch.cat(steps, 2)
+            for got, want in ((q, texts[0]), (k, texts[1])):
+                found.append((got[:2].norm(dim=-1) / want[:1].norm(dim=-1) - 1).abs().max())
+                found.append((got[0, :, 0] - want[0, :, 0]).norm())
+            for got, want in ((alone[1], alone[0]), (out, alone[::2]), (alone[:2], wanted)):
+                found.append((got - want).square().sum((-3, -2, -1)).sqrt() / want.norm())
+    return [float(each.max()) for each in found]
+
+
+def rope_conversion(p: Any, run: Run) -> Any:
+    """The layer before its weights are moved, and seven times after that."""
+    import torch
+
+    def draw(n_heads: int) -> list[Any]:
+        rows, d = n_heads * p.d_k, p.d_model
+        return [run.randn(*shape).double() / 8 for shape in ((rows, d), (rows, 4), (4, d), (rows,), (p.d_k,))]
+
+    x = run.randn(p.seq_len, p.d_model).double()
+    parts = [draw(p.n_heads), draw(p.n_kv_heads)]
+    W_v = run.randn(p.n_kv_heads * p.d_k, p.d_model).double()
+    theta = p.base ** (-torch.arange(0, p.rotary_dims, 2, dtype=torch.float64) / p.rotary_dims)
+    angles = torch.arange(p.seq_len)[:, None] * theta
+    cos, sin = angles.cos(), angles.sin()
+    order = torch.arange(p.rotary_dims).view(-1, 2).T.flatten()
+    hidden = torch.ones(p.seq_len, p.seq_len, dtype=torch.bool).triu(1)
+    found = []
+    for _ in range(8):
+        turned = []
+        for W, B, A, b, g in parts:
+            W, B, b = (each.unflatten(0, (-1, p.d_k)) for each in (W, B, b))
+            W, B, b = (torch.cat((each[:, order], each[:, p.rotary_dims :]), 1).flatten(0, 1) for each in (W, B, b))
+            z = (x @ (W + B @ A).T + b).unflatten(-1, (-1, p.d_k)).transpose(0, 1)
+            z = z * z.square().mean(-1, keepdim=True).rsqrt() * g
+            first, second = z[..., : p.rotary_dims].chunk(2, -1)
+            halves = first * cos - second * sin, first * sin + second * cos
+            turned.append(torch.cat((*halves, z[..., p.rotary_dims :]), -1))
+        v = (x @ W_v.T).unflatten(-1, (-1, p.d_k)).transpose(0, 1)
+        k, v = (each.repeat_interleave(p.n_heads // p.n_kv_heads, 0) for each in (turned[1], v))
+        logits = turned[0] @ k.mT * p.d_k**-0.5
+        found += [logits.square().mean(), (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v).norm()]
     return found
 
 

@@ -40,6 +40,7 @@ class _Words:
     single: bool  # one place on the x axis only
     signed: bool  # of a heat map: values on both sides of 0
     colour: str
+    all_zero: bool = False  # of a heat map: it would get the colour in the middle
 
 
 def draw(plot: Plot, table: Table, *, key: str, description: str) -> None:
@@ -86,6 +87,7 @@ def _prepare(plot: Plot, table: Table) -> tuple[pd.DataFrame, _Words]:
         single=frame[plot.x].nunique() == 1,
         signed=_is_signed(plot, table),
         colour=TEXT_COLOUR[st.context.theme.type or "light"],
+        all_zero=bool(plot.value) and not frame[plot.value].any(),
     )
     if plot.by and frame[plot.by].dtype.kind in "iuf":  # a legend of numbers is read as names, not as a ramp
         frame[plot.by] = frame[plot.by].map(str)
@@ -200,6 +202,8 @@ def _heat(base: Any, plot: Plot, words: _Words) -> Any:
     y = alt.Y(plot.y, type="ordinal", sort=None, title=words.y, axis=alt.Axis(**axis))
     # values on both sides of 0: two hues that meet there, which blind to red and green tell apart too
     scale = alt.Scale(scheme="blueorange", domainMid=0) if words.signed else alt.Undefined
+    if words.all_zero:
+        scale = alt.Scale(domain=[0, 1])
     legend = alt.Legend(orient="top", gradientLength=200)
     colour = alt.Color(plot.value, type="quantitative", title=words.value, scale=scale, legend=legend)
     named = ((plot.y, words.y, ""), (plot.x, words.x, ""), (plot.value, words.value, ".3~g"))

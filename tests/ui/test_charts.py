@@ -56,6 +56,10 @@ def test_a_heat_map_of_signed_values_has_two_hues_that_meet_at_zero():
         assert charts._prepare(plot, {**table, "v": values})[1].signed is signed
         colour = charts.spec(plot, dataclasses.replace(WORDS, signed=signed))["encoding"]["color"]
         assert (colour.get("scale", {}).get("domainMid") == 0) is signed
+    # all of them 0: the palest colour, not the one in the middle
+    assert charts._prepare(plot, {**table, "v": np.zeros_like(table["v"])})[1].all_zero
+    colour = charts.spec(plot, dataclasses.replace(WORDS, all_zero=True))["encoding"]["color"]
+    assert colour["scale"] == {"domain": [0, 1]}
 
 
 @pytest.mark.parametrize(("scale", "stacked"), [("linear", True), ("log10", False)])

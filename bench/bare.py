@@ -608,6 +608,80 @@ def embedding_scale(p: Any, run: Run) -> Any:
         found += [(drawn * size).norm(dim=1).mean() for size in (0.02, 0.5)]
         for other in ((drawn, position.roll(64, 0)), (drawn.roll(64, 0), position)):
             found.append(cosine_similarity(drawn + position, other[0] + other[1], dim=1).mean())
+
+
+def rope_bugs(p: Any, run: Run) -> Any:
+    """Three texts in one pass, then two of them in three calls with a cache; that sixteen times, and a reference."""
+    import torch
+
+    texts = [run.randn(2, h, p.seq_len, p.d_k).double() for h in (p.n_heads, p.n_kv_heads, p.n_kv_heads)]
+    theta = p.base ** (-torch.arange(0, p.rotary_dims, 2, dtype=torch.float64) / p.rotary_dims)
+    group, prompt = p.n_heads // p.n_kv_heads, p.seq_len - p.decoded_tokens
+
+    def turn(x: Any, cos: Any, sin: Any) -> Any:
+        part, rest = x[..., : p.rotary_dims], x[..., p.rotary_dims :]
+        first, second = part.chunk(2, -1)
+        return torch.cat((part * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+
+    def attend(q: Any, k: Any, v: Any, cache: Any) -> Any:
+        start = cache[0].shape[2] if cache else 0
+        angles = (start + torch.arange(q.shape[2])).expand(len(q), 1, -1)[..., None].double() * theta
+        cos, sin = (torch.cat((table, table), -1) for table in (angles.cos(), angles.sin()))
+        q, k = turn(q, cos, sin), turn(k, cos, sin)
+        if cache:
+            k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
+        cache[:] = k, v
+        logits = q @ k.repeat_interleave(group, 1).mT * p.d_k**-0.5
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1 + start)
+        return logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(group, 1), q, k
+
+    found = []
+    with torch.inference_mode():
+        wanted = attend(*(x[:1] for x in texts), [])[0]
+        for _ in range(16):
+            alone, q, k = attend(*(x[[0, 0, 1]] for x in texts), [])
+            cache: list[Any] = []
+            steps = [attend(*part, cache)[0] for part in zip(*(x.split([prompt, 1, 1], 2) for x in texts), strict=True)]
+            out = torch.cat(steps, 2)
+            for got, want in ((q, texts[0]), (k, texts[1])):
+                found.append((got[:2].norm(dim=-1) / want[:1].norm(dim=-1) - 1).abs().max())
+                found.append((got[0, :, 0] - want[0, :, 0]).norm())
+            for got, want in ((alone[1], alone[0]), (out, alone[::2]), (alone[:2], wanted)):
+                found.append((got - want).square().sum((-3, -2, -1)).sqrt() / want.norm())
+    return [float(each.max()) for each in found]
+
+
+def rope_conversion(p: Any, run: Run) -> Any:
+    """The layer before its weights are moved, and seven times after that."""
+    import torch
+
+    def draw(n_heads: int) -> list[Any]:
+        rows, d = n_heads * p.d_k, p.d_model
+        return [run.randn(*shape).double() / 8 for shape in ((rows, d), (rows, 4), (4, d), (rows,), (p.d_k,))]
+
+    x = run.randn(p.seq_len, p.d_model).double()
+    parts = [draw(p.n_heads), draw(p.n_kv_heads)]
+    W_v = run.randn(p.n_kv_heads * p.d_k, p.d_model).double()
+    theta = p.base ** (-torch.arange(0, p.rotary_dims, 2, dtype=torch.float64) / p.rotary_dims)
+    angles = torch.arange(p.seq_len)[:, None] * theta
+    cos, sin = angles.cos(), angles.sin()
+    order = torch.arange(p.rotary_dims).view(-1, 2).T.flatten()
+    hidden = torch.ones(p.seq_len, p.seq_len, dtype=torch.bool).triu(1)
+    found = []
+    for _ in range(8):
+        turned = []
+        for W, B, A, b, g in parts:
+            W, B, b = (each.unflatten(0, (-1, p.d_k)) for each in (W, B, b))
+            W, B, b = (torch.cat((each[:, order], each[:, p.rotary_dims :]), 1).flatten(0, 1) for each in (W, B, b))
+            z = (x @ (W + B @ A).T + b).unflatten(-1, (-1, p.d_k)).transpose(0, 1)
+            z = z * z.square().mean(-1, keepdim=True).rsqrt() * g
+            first, second = z[..., : p.rotary_dims].chunk(2, -1)
+            halves = first * cos - second * sin, first * sin + second * cos
+            turned.append(torch.cat((*halves, z[..., p.rotary_dims :]), -1))
+        v = (x @ W_v.T).unflatten(-1, (-1, p.d_k)).transpose(0, 1)
+        k, v = (each.repeat_interleave(p.n_heads // p.n_kv_heads, 0) for each in (turned[1], v))
+        logits = turned[0] @ k.mT * p.d_k**-0.5
+        found += [logits.square().mean(), (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v).norm()]
     return found
 
 
@@ -664,6 +738,53 @@ def head_costs(p: Any, run: Run) -> Any:
             q, k, v = ((x @ W).unflatten(-1, (n_heads, -1)).transpose(0, 1) for _ in range(3))
             found.append((q @ k.mT @ v).transpose(0, 1).flatten(1) @ W)
         found.append(counted)
+
+
+def head_rank(p: Any, run: Run) -> Any:
+    """One layer in float64, and the singular values of seven of its matrices."""
+    import torch
+
+    x = run.randn(p.seq_len, p.d_model).double()
+    W_q, W_k, W_v = (run.randn(p.n_heads, d, p.d_model).double() / p.d_model**0.5 for d in (p.d_k, p.d_k, p.d_v))
+    W_o = run.randn(p.n_heads, p.d_model, p.d_v).double()
+    logits = (x @ W_q.mT) @ (x @ W_k.mT).mT * p.d_k**-0.5
+    weights = torch.softmax(logits, -1)
+    heads = weights @ (x @ W_v.mT)
+    matrices = (logits[0], weights[0], logits.flatten(0, 1), W_o[0] @ W_v[0], heads[0], (heads @ W_o.mT).sum(0), x)
+    return [torch.linalg.svdvals(matrix) for matrix in matrices]
+
+
+def key_separation(p: Any, run: Run) -> Any:
+    """Cosines of 64 queries with random keys, also rounded; both kinds of keys at seven widths; bisection."""
+    import torch
+
+    def keys(d_k: int, n_queries: int) -> Any:
+        wanted = run.rand(n_queries, p.kv_len).argsort(-1)[:, : p.n_wanted]
+        k = torch.nn.functional.normalize(run.randn(p.kv_len, d_k).double(), dim=-1)
+        angles = 6.2832 * torch.arange(p.kv_len)[:, None] / p.kv_len * torch.arange(1, d_k // 2 + 1)
+        curve = torch.cat((angles.cos(), angles.sin()), -1).double() * (2 / d_k) ** 0.5
+        return wanted, k, curve
+
+    def needed(cosines: Any, wanted: Any) -> Any:
+        low, high = torch.full((len(cosines), 1), -4.0), torch.full((len(cosines), 1), 24.0)
+        for _ in range(21):
+            middle = (low + high) / 2
+            reached = torch.softmax(2**middle * cosines, -1).gather(-1, wanted).sum(-1, keepdim=True) >= 0.9
+            low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
+        return high.median()
+
+    wanted, k, _ = keys(p.d_k, 64)
+    q = k[wanted].mean(1)
+    cosines, rounded = q @ k.mT, q.bfloat16().double() @ k.bfloat16().double().mT
+    gaps = [c.gather(-1, wanted).amin(-1) - c.scatter(-1, wanted, -1).amax(-1) for c in (cosines, rounded)]
+    of_table, own = [], []
+    for d_k in (2, 4, 8, 16, 32, 64, 128):
+        few, random, curve = keys(d_k, 5)
+        for k in (random, curve):
+            of_table.append(k[few].mean(1) @ k.mT)
+            own.append(few)
+    weights = torch.softmax(p.d_k**0.5 * cosines, -1).gather(-1, wanted)
+    return gaps, weights, needed(cosines, wanted), needed(torch.cat(of_table), torch.cat(own))
 
 
 def mask_styles(p: Any, run: Run) -> Any:
@@ -845,3 +966,27 @@ def directed_lookup(p: Any, run: Run) -> Any:
         vectors = vectors + 0.1 * first / (second.sqrt() + 1e-9)
         vectors = vectors * (4 / (vectors.square().sum(-1, keepdim=True).sqrt() + 1e-9)).clamp_max(1)
     return torch.softmax(vectors[0] @ vectors[1].mT, -1)
+
+
+def context_scaling(p: Any, run: Run) -> Any:
+    """Frequencies of five methods, one vector and 64 keys rotated twice, five curves at 65 distances."""
+    import torch
+
+    q, k = run.randn(p.d_k).double(), run.randn(64, p.d_k).double()
+    exponents = -torch.arange(0, p.d_k, 2, dtype=torch.float64) / p.d_k
+    theta = p.base**exponents
+    turns = theta * p.trained_len / (2 * torch.pi)
+    kept = ((turns - p.slow_turns) / (p.fast_turns - p.slow_turns)).clamp(0, 1)
+    changed = p.base * p.context_factor ** (p.d_k / (p.d_k - 2))
+    five = torch.stack((theta, theta / p.context_factor, changed**exponents, theta * kept, p.larger_base**exponents))
+
+    def turned(x: Any, angles: Any) -> Any:
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
+
+    positions = torch.arange(64, dtype=torch.float64)[:, None]
+    changing = (p.base * (1 + positions) ** (p.d_k / (p.d_k - 2))) ** exponents
+    q = turned(q, theta * p.trained_len)
+    found = [turned(k, positions * theta) @ q, turned(k, positions * changing) @ q, (2 * (five / 2).sin()).norm(dim=-1)]
+    distances = torch.logspace(0, 15, 65, base=2, dtype=torch.float64)
+    return found, (distances[:, None, None] * five).cos().mean(-1), (five / theta).numpy()

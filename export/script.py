@@ -70,7 +70,7 @@ def preamble(spec: RunSpec, flat: Flat) -> str:
     Raises: UnknownExperiment, ParamsError.
     """
     params = registry.get(spec.experiment).Params.from_mapping(spec.params)
-    lines = [f'    "{name}": {_python(value)},  # {_bounds(params, name)}' for name, value in params.as_dict().items()]
+    lines = [line for name, value in params.as_dict().items() for line in _entry(params, name, value)]
     changeable = "# What runs. Change it: a value that does not fit is refused, with what would.\n"
     settings = _settings(spec)
     parameters = "\n".join(["PARAMETERS = {", *lines, "}\n"])
@@ -113,6 +113,14 @@ def _comment(text: str) -> list[str]:
     indent = text[: len(text) - len(text.lstrip(" "))]
     width = WIDTH // 2 - 1 if wide else WIDTH - 2
     return [f"# {line}" for line in textwrap.wrap(text, width, subsequent_indent=indent)]
+
+
+def _entry(params: BaseParams, name: str, value: object) -> list[str]:
+    """A parameter, and what it may be: behind it, or above it where that is too long for the line."""
+    entry, bounds = f'    "{name}": {_python(value)},', _bounds(params, name)
+    if len(f"{entry}  # {bounds}") <= WIDTH:
+        return [f"{entry}  # {bounds}"]
+    return [*(f"    # {line}" for line in textwrap.wrap(bounds, WIDTH - 6)), entry]
 
 
 def _bounds(params: BaseParams, name: str) -> str:

@@ -40,6 +40,7 @@ class _Words:
     single: bool  # one place on the x axis only
     signed: bool  # of a heat map: values on both sides of 0
     colour: str
+    all_zero: bool = False  # of a heat map: it would get the colour in the middle
 
 
 def draw(plot: Plot, table: Table, *, key: str, description: str) -> None:
@@ -86,6 +87,7 @@ def _prepare(plot: Plot, table: Table) -> tuple[pd.DataFrame, _Words]:
         single=frame[plot.x].nunique() == 1,
         signed=_is_signed(plot, table),
         colour=TEXT_COLOUR[st.context.theme.type or "light"],
+        all_zero=bool(plot.value) and not frame[plot.value].any(),
     )
     if plot.by and frame[plot.by].dtype.kind in "iuf":  # a legend of numbers is read as names, not as a ramp
         frame[plot.by] = frame[plot.by].map(str)
@@ -147,7 +149,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
         )
         series["color"] = alt.Color(plot.by, type="nominal", sort=list(words.series), legend=legend)
         if plot.mark == "line":
-            dashes = [list(DASHES[i % len(DASHES)]) for i in range(len(words.series))]
+            dashes = [_dash(i) for i in range(len(words.series))]
             series["strokeDash"] = alt.StrokeDash(
                 plot.by,
                 type="nominal",
@@ -200,6 +202,8 @@ def _heat(base: Any, plot: Plot, words: _Words) -> Any:
     y = alt.Y(plot.y, type="ordinal", sort=None, title=words.y, axis=alt.Axis(**axis))
     # values on both sides of 0: two hues that meet there, which blind to red and green tell apart too
     scale = alt.Scale(scheme="blueorange", domainMid=0) if words.signed else alt.Undefined
+    if words.all_zero:
+        scale = alt.Scale(domain=[0, 1])
     legend = alt.Legend(orient="top", gradientLength=200)
     colour = alt.Color(plot.value, type="quantitative", title=words.value, scale=scale, legend=legend)
     named = ((plot.y, words.y, ""), (plot.x, words.x, ""), (plot.value, words.value, ".3~g"))
@@ -208,6 +212,11 @@ def _heat(base: Any, plot: Plot, words: _Words) -> Any:
         for c, w, f in named
     ]
     return base.mark_rect().encode(x=x, y=y, color=colour, tooltip=tooltip).properties(height=HEIGHT + 60)
+
+
+def _dash(i: int) -> list[int]:
+    """Of the i-th series. Where the colours begin anew, the dashes are one further: no two series look the same."""
+    return list(DASHES[(i + i // len(DASHES)) % len(DASHES)])
 
 
 def _legend_columns(series: tuple[str, ...]) -> int:

@@ -334,6 +334,9 @@ def test_what_is_called_unread_changes_nothing(name):
 OF_NO_EFFECT = {
     ("attention_gradients", "dead_below"),  # a threshold that every row, or none, is below
     ("softmax_saturation", "dead_below"),
+    ("head_rank", "n_kv_heads"),  # ranks that are full either way, where positions fill them
+    ("key_separation", "qk_dtype"),  # no key of the suite's sizes is lost to rounding
+    ("rope_bugs", "decoded_tokens"),  # bfloat16 loses more than what they would show
     ("softmax_loss_gradient", "log_epsilon"),  # float16 rounds it to 0
     ("softmax_temperature_curve", "shift"),  # of all logits: that softmax does not feel it is what is shown
 }

@@ -122,7 +122,7 @@ def law(experiment: Experiment) -> None:
         ('vectors[ENCODINGS.index("sinusoidal")]', 'vectors[ENCODINGS.index("no_positions")]'),
         ("order + shift * (order > 0)", "order + shift * (order < 1)"),
         (" if past else ids\n", " if past else torch.arange(ids.shape[1]).expand(len(ids), -1)\n"),
-        ("still[..., visible].double().std", "still[..., visible].double().abs().mean"),
+        ("still[..., visible].cpu().double().std", "still[..., visible].cpu().double().abs().mean"),
         ("window=model.window", "window=model.window + 1"),
     ],
 )

@@ -40,6 +40,14 @@ def test_a_line_through_one_place_is_drawn_as_points():
         assert bool(mark["point"]) is single
 
 
+def test_more_lines_than_colours_differ_in_their_dashes():
+    plot = Plot("p", table="t", x="x", y="y", by="series")
+    words = dataclasses.replace(WORDS, series=tuple("abcdefghijkl"))
+    dashes = charts.spec(plot, words)["encoding"]["strokeDash"]["scale"]["range"]
+    colours = len(charts.DASHES)  # the theme has as many
+    assert all(a != b for a, b in zip(dashes, dashes[colours:], strict=False))
+
+
 def test_a_heat_map_of_signed_values_has_two_hues_that_meet_at_zero():
     plot = Plot("p", table="t", x="x", y="y", mark="heat", value="v")
     table = {"x": np.arange(3), "y": np.zeros(3), "v": np.array([-2.0, 0.0, 1.0])}
@@ -48,6 +56,10 @@ def test_a_heat_map_of_signed_values_has_two_hues_that_meet_at_zero():
         assert charts._prepare(plot, {**table, "v": values})[1].signed is signed
         colour = charts.spec(plot, dataclasses.replace(WORDS, signed=signed))["encoding"]["color"]
         assert (colour.get("scale", {}).get("domainMid") == 0) is signed
+    # all of them 0: the palest colour, not the one in the middle
+    assert charts._prepare(plot, {**table, "v": np.zeros_like(table["v"])})[1].all_zero
+    colour = charts.spec(plot, dataclasses.replace(WORDS, all_zero=True))["encoding"]["color"]
+    assert colour["scale"] == {"domain": [0, 1]}
 
 
 @pytest.mark.parametrize(("scale", "stacked"), [("linear", True), ("log10", False)])

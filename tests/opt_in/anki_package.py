@@ -1,6 +1,6 @@
 """The deck's file in the real Anki, which is no dependency of ours (64 MB, AGPL) and so not part of `make test`:
 
-    pip install anki && pytest tests/opt_in/anki_package.py
+pip install anki && pytest tests/opt_in/anki_package.py
 """
 
 from anki.collection import Collection, ImportAnkiPackageOptions, ImportAnkiPackageRequest

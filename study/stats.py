@@ -10,7 +10,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import date, datetime, tzinfo
+from datetime import datetime, tzinfo
 
 import numpy as np
 
@@ -25,7 +25,6 @@ DAYS_BACK = 90
 DAYS_AHEAD = 30
 WEEK = 7
 LEAST_REVIEWS = 5  # of a week, to call a share of them a retention
-STRONG = 0.9  # predicted recall from which an item counts as known
 
 PLOTS = {
     "calendar": Plot("calendar", table="calendar", x="days_from_today", y="n_reviews", mark="bar"),
@@ -47,13 +46,12 @@ PLOTS = {
 
 @dataclass(frozen=True)
 class Mastery:
-    """One topic or card: items, those met, the mean recall predicted for now with new items as 0, and leeches."""
+    """One topic or card: items, those met, the mean recall predicted for now with new items as 0."""
 
     name: str
     items: int
     met: int
     recall: float
-    leeches: int
 
 
 def calendar(progress: Progress, at: datetime, zone: tzinfo, days_back: int = DAYS_BACK) -> Table:
@@ -71,16 +69,6 @@ def calendar(progress: Progress, at: datetime, zone: tzinfo, days_back: int = DA
         "n_reviews": np.array([counts[int(ago)] for ago in days]),
         "minutes": np.array([seconds[int(ago)] / 60 for ago in days]),
     }
-
-
-def streak(progress: Progress, at: datetime, zone: tzinfo) -> int:
-    """Days with an answer in a row, up to today, or up to yesterday while today has none yet."""
-    days = {day(review.at, zone) for review in progress.reviews}
-    today, found = day(at, zone).toordinal(), 0
-    start = today if date.fromordinal(today) in days else today - 1
-    while date.fromordinal(start - found) in days:
-        found += 1
-    return found
 
 
 def retention(progress: Progress, at: datetime, zone: tzinfo) -> Table:
@@ -114,18 +102,17 @@ def forecast(known: Mapping[str, Item], progress: Progress, at: datetime, zone: 
 def mastery(known: Mapping[str, Item], progress: Progress, at: datetime, group: Mapping[str, str]) -> list[Mastery]:
     """Of each group of cards (a topic, or a card itself): how much of it would be recalled now."""
     wished = desk.retention(progress)
-    rows: dict[str, list[tuple[float, bool, bool]]] = {}
+    rows: dict[str, list[tuple[float, bool]]] = {}
     for item, made in known.items():
         held = memory(item, progress.past.get(item, ()), wished)
-        row = (0.0, False, False) if held is None else (held.recall(at), True, held.is_leech)
+        row = (0.0, False) if held is None else (held.recall(at), True)
         rows.setdefault(group[made.card], []).append(row)
     return [
         Mastery(
             name,
             len(of_group),
-            sum(met for _, met, _ in of_group),
-            sum(recall for recall, _, _ in of_group) / len(of_group),
-            sum(leech for _, _, leech in of_group),
+            sum(met for _, met in of_group),
+            sum(recall for recall, _ in of_group) / len(of_group),
         )
         for name, of_group in rows.items()
     ]

@@ -111,18 +111,3 @@ def test_calibration_has_values_and_no_directions():
     table = stats.calibration(fold([prediction(3, 4), prediction(2, 1.7), prediction(-1, 1), prediction(8, 8)]))
     assert sorted(table["predicted"].tolist()) == [3, 8]
     assert table["equal"].tolist() == table["predicted"].tolist()
-
-
-def test_a_streak_ends_with_a_day_without_an_answer():
-    def on(*days):
-        return fold(
-            [
-                Review(at=NOW - timedelta(days=ago), item="a/b", mode="practice", score=1, rating=3, counts=False)
-                for ago in days
-            ]
-        )
-
-    assert stats.streak(on(0, 1, 2, 4), NOW, UTC) == 3
-    assert stats.streak(on(1, 2), NOW, UTC) == 2  # today may still come
-    assert stats.streak(on(2, 3), NOW, UTC) == 0
-    assert stats.streak(fold([]), NOW, UTC) == 0

@@ -59,6 +59,7 @@ class WarmUp:
             gc.collect()
             gc.freeze()
         except (ImportError, OSError) as error:  # torch missing, or its libraries do not load: the pages say so
+            log.error("the engine can't start", exc_info=error)
             self.failure = error
         self.ready.set()
 

@@ -63,18 +63,15 @@ def _engine(url: str) -> Any:
     return connect(url)
 
 
+# SQLAlchemy can't be imported by two threads at once: each meets modules that the other has half read
+_importing = threading.Lock()
 _prepared = threading.Event()  # the database was opened once, outside a script run
 
 
 def prepare() -> None:
     """Open the database of this process, in the warm-up: its libraries take half a second to import."""
     if os.environ.get("DATABASE_URL") or place() == "file":
-        from sqlalchemy.exc import SQLAlchemyError
-
-        try:
-            _engine(logs.database_url())
-        except (SQLAlchemyError, OSError) as error:
-            log.error("progress can't be kept: %s", error)  # and the page of a reader who answers something says so
+        _open_database()
     _prepared.set()
 
 
@@ -92,17 +89,25 @@ def reader_log() -> Log:
 
 
 def _open() -> Log:
-    from sqlalchemy.exc import SQLAlchemyError
+    if place() == "browser":
+        return MemoryLog()
+    database = _open_database()
+    if isinstance(database, Exception):
+        state.reader().log_failed = type(database).__name__
+        return MemoryLog()
+    return SqlLog(database, _login() or ONLY_READER)
 
-    where = place()
-    if where == "browser":
-        return MemoryLog()
-    try:
-        return SqlLog(_engine(logs.database_url()), _login() or ONLY_READER)
-    except (SQLAlchemyError, OSError) as error:
-        log.error("progress can't be kept: %s", error)
-        state.reader().log_failed = type(error).__name__
-        return MemoryLog()
+
+def _open_database() -> Any:
+    """The database of this process, or the error that stands in its place."""
+    with _importing:
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            return _engine(logs.database_url())
+        except (SQLAlchemyError, OSError) as error:
+            log.error("progress can't be kept: %s", error)
+            return error
 
 
 def progress() -> Progress:
@@ -117,6 +122,8 @@ def progress() -> Progress:
 
 def record(*events: Event) -> None:
     """Add to the log. What is recorded is kept when this returns; in a browser, when the page is drawn."""
+    if not events:
+        return
     reader_log().append(events)
     if place() == "browser":
         state.reader().browser.lines += [write_line(event) for event in events]

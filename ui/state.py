@@ -71,7 +71,7 @@ class Reader:
     language: str | None = None  # chosen here, by the link or by the saved choice
     spoken: str = ""  # the language of the current script run
     chose_language: bool = False  # pressed the switch on this visit: worth saving in the browser
-    verdicts: dict[str, Verdict] = field(default_factory=dict)  # receipts measured on this visit, by claim id
+    verdicts: dict[str, Verdict] = field(default_factory=dict)  # receipts of this reader's own device, by claim id
     jobs: dict[str, Job[Any]] = field(default_factory=dict)  # what was started, by purpose: "lab:<slot>", "claims", ...
     drawn_jobs: set[str] = field(default_factory=set)  # purposes whose progress the page itself draws
     seen: float = field(default_factory=time.monotonic)  # when a script run of this visit last asked for its jobs

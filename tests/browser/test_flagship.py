@@ -85,22 +85,26 @@ def test_every_claim_has_its_receipt_on_the_card_and_its_button_renews_it(app, o
     assert not [r for r in rows.all_inner_texts() if "$" in r or "\\" in r]  # formulas are said, not shown as TeX
     engine_ready(visit)
     rows.first.get_by_role("button").click()
-    own = {"en": "measured on this visit", "zh": "本次访问实测"}[language]
+    own = {"en": "measured by you", "zh": "你的实测"}[language]
     rows.first.get_by_text(own).wait_for(timeout=60_000)
     assert visit.page.get_by_text(own).count() == 1
     assert_clean(visit)
 
 
-def test_run_on_this_device_renews_receipts(app, open_reader):
-    visit = open_reader(app)
+def test_run_on_this_device_renews_receipts(cold_app, open_reader):
+    visit = open_reader(cold_app)
     open_card(visit)
     engine_ready(visit)
-    assert not visit.page.get_by_text("measured on this visit").count()
+    assert not visit.page.get_by_text("measured by you").count()
     bench(visit).get_by_role("button", name=RUN["en"]).click()
-    visit.page.get_by_text("measured on this visit").first.wait_for(timeout=60_000)
+    visit.page.get_by_text("measured by you").first.wait_for(timeout=60_000)
     bench(visit).get_by_text("seed 0–4").wait_for()
     visit.idle()
     assert any("±" in f for f in figures(visit))
+    again = open_reader(cold_app)  # the reader's log has them: another day they are there
+    open_card(again)
+    engine_ready(again)
+    assert again.page.get_by_text("measured by you").count()
     assert_clean(visit)
 
 

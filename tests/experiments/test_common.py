@@ -407,6 +407,8 @@ def test_a_bound_is_refused_or_runs_within_limits(name, field_name, value):
         needed = peak_bytes(lambda: experiment.run(params, make_run(3)))
         estimate = experiment.memory_bytes(params)
         assert type(estimate) is int
+        if estimate > 20 * needed + 2**24:  # on a busy machine the profiler may lose its records: once more
+            needed = max(needed, peak_bytes(lambda: experiment.run(params, make_run(3))))
         overhead = 2**19  # Python's own objects, among them those of the profiler
         assert needed <= estimate + overhead
         assert estimate <= 20 * needed + 2**24  # an estimate far above refuses runs that would fit

@@ -73,7 +73,7 @@ class Setting(_Event):
     """A setting of the reader: the last of each name counts."""
 
     kind: Literal["setting"] = "setting"
-    name: Literal["retention", "new_a_day", "minutes_a_day", "interview", "track", "language", "practice_counts"]
+    name: Literal["retention", "new_a_day", "minutes_a_day", "interview", "track", "practice_counts"]
     value: str | float | bool | None
 
 
@@ -129,15 +129,8 @@ class Measured(_Event):
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Opened(_Event):
-    """A card was opened."""
-
-    kind: Literal["opened"] = "opened"
-    card: Name
-
-
 Event = Annotated[
-    Review | Undo | Prediction | Setting | Exam | Sheet | Submitted | Report | Measured | Opened,
+    Review | Undo | Prediction | Setting | Exam | Sheet | Submitted | Report | Measured,
     Field(discriminator="kind"),
 ]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)

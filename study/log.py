@@ -125,9 +125,9 @@ def data_folder() -> Path:
     return user_data_path(APP, appauthor=False)
 
 
-def database_url() -> str:
-    """The database of this app: ``DATABASE_URL``, or the file in the data folder."""
-    return os.environ.get("DATABASE_URL") or f"sqlite:///{data_folder() / FILE}"
+def file_url() -> str:
+    """The file of this machine's reader, as a database."""
+    return f"sqlite:///{data_folder() / FILE}"
 
 
 @dataclass(frozen=True)

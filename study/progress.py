@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from study.events import Event, Exam, Measured, Opened, Prediction, Report, Review, Setting, Sheet, Submitted, Undo
+from study.events import Event, Exam, Measured, Prediction, Report, Review, Setting, Sheet, Submitted, Undo
 from study.schedule import Graded
 
 DEFAULTS: dict[str, str | float | bool | None] = {
@@ -20,7 +20,6 @@ DEFAULTS: dict[str, str | float | bool | None] = {
     "minutes_a_day": 30,
     "interview": None,  # an ISO date
     "track": None,
-    "language": None,
     "practice_counts": False,
 }
 
@@ -50,7 +49,6 @@ class Progress:
     exams: tuple[ExamState, ...] = ()
     reports: tuple[Report, ...] = ()
     measured: Mapping[str, Measured] = field(default_factory=dict)  # by claim, the newest
-    opened: frozenset[str] = frozenset()  # cards
     undone: int = 0
 
     def setting(self, name: str) -> str | float | bool | None:
@@ -85,7 +83,6 @@ def fold(events: Iterable[Event]) -> Progress:
         exams=tuple(_exam(event, of_kind) for event in of_kind[Exam]),  # type: ignore[arg-type]
         reports=tuple(of_kind[Report]),  # type: ignore[arg-type]
         measured={event.claim: event for event in of_kind[Measured]},  # type: ignore[union-attr,misc]
-        opened=frozenset(event.card for event in of_kind[Opened]),  # type: ignore[union-attr]
         undone=sum(isinstance(event, Review) and event.id in taken_back for event in ordered),
     )
 

@@ -17,6 +17,8 @@ from content.prose import TO_WRITE
 from content.schema import Card, Claim, Lab
 from engine import registry
 from engine.base import ParamsError
+from study import desk
+from study.items import Item
 
 log = logging.getLogger("attention_interview_lab")
 
@@ -60,6 +62,13 @@ def _not_runnable(document: Document, part: str, runs: Sequence[Lab | Claim]) ->
             yield document.problem((part, i), str(error.args[0]))
 
 
+@functools.lru_cache(maxsize=32)
+def items(track: str | None) -> dict[str, Item]:
+    """All quiz items, in the order in which new ones are met: that of a track of tracks.yaml, then that of study."""
+    held = deck()
+    return desk.items(held.cards, held.topics, held.tracks.get(track or ""))
+
+
 _seen: list[tuple[str, int, int]] = []  # the files that the deck was read from: name, time of change, size
 
 
@@ -69,7 +78,7 @@ def refresh() -> None:
     seen = sorted(_stamp(file) for file in files if not file.name.startswith("."))  # an editor's own files begin so
     if seen != _seen:
         _seen[:] = seen
-        for cached in (deck, searchable, card_receipts, staleness):
+        for cached in (deck, items, searchable, card_receipts, staleness):
             cached.cache_clear()
 
 

@@ -52,13 +52,12 @@ def _ends(exam: ExamState) -> datetime:
 
 def _items() -> dict[str, Item]:
     """What a program can grade, of all cards."""
-    held = deck.deck()
-    return {name: item for name, item in desk.items(held.cards, held.topics).items() if item.kind != "recall"}
+    return {name: item for name, item in deck.items(None).items() if item.kind != "recall"}
 
 
 def _question(item: str, attempt: int) -> tuple[Question, Card]:
     card = deck.deck().cards[desk.card_of(item)]
-    return pose(_items()[item], card, attempt), card
+    return pose(deck.items(None)[item], card, attempt), card
 
 
 # -- a new one --------------------------------------------------------------------------------------------------------
@@ -86,8 +85,15 @@ def _begin() -> None:
     topics = state.value_of("exam_topics")
     cards = deck.deck().cards
     some = [name for name, item in _items().items() if not topics or cards[item.card].topic in topics]
-    drawn = desk.exam(some, int(state.value_of("exam_size")), seed=secrets.randbits(31))
-    learner.record(Exam(at=now(), items=drawn, minutes=float(state.value_of("exam_minutes"))))
+    _start(
+        desk.exam(some, int(state.value_of("exam_size")), secrets.randbits(31)), float(state.value_of("exam_minutes"))
+    )
+
+
+def _start(items: tuple[tuple[str, int], ...], minutes: float) -> None:
+    """One at a time: a second click finds the first one's exam going on."""
+    if items and all(exam.submitted is not None for exam in learner.progress().exams):
+        learner.record(Exam(at=now(), items=items, minutes=minutes))
 
 
 # -- the sheet --------------------------------------------------------------------------------------------------------
@@ -225,7 +231,7 @@ def _result(exam: ExamState) -> None:
 
 def _again(items: tuple[tuple[str, int], ...]) -> None:
     """The wrong ones once more, as they were, with the usual time."""
-    learner.record(Exam(at=now(), items=items, minutes=max(1.0, MINUTES_AN_ITEM * len(items))))
+    _start(items, max(1.0, MINUTES_AN_ITEM * len(items)))
 
 
 def _measured(exam: ExamState) -> dict[int, float]:

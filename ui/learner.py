@@ -70,8 +70,9 @@ _prepared = threading.Event()  # the database was opened once, outside a script 
 
 def prepare() -> None:
     """Open the database of this process, in the warm-up: its libraries take half a second to import."""
-    if os.environ.get("DATABASE_URL") or place() == "file":
-        _open_database()
+    url = os.environ.get("DATABASE_URL") or (logs.file_url() if place() == "file" else None)
+    if url:
+        _open_database(url)
     _prepared.set()
 
 
@@ -89,22 +90,23 @@ def reader_log() -> Log:
 
 
 def _open() -> Log:
-    if place() == "browser":
+    where = place()
+    if where == "browser":
         return MemoryLog()
-    database = _open_database()
+    database = _open_database(os.environ["DATABASE_URL"] if where == "database" else logs.file_url())
     if isinstance(database, Exception):
         state.reader().log_failed = type(database).__name__
         return MemoryLog()
     return SqlLog(database, _login() or ONLY_READER)
 
 
-def _open_database() -> Any:
-    """The database of this process, or the error that stands in its place."""
+def _open_database(url: str) -> Any:
+    """The database, or the error that stands in its place."""
     with _importing:
         from sqlalchemy.exc import SQLAlchemyError
 
         try:
-            return _engine(logs.database_url())
+            return _engine(url)
         except (SQLAlchemyError, OSError) as error:
             log.error("progress can't be kept: %s", error)
             return error
@@ -163,7 +165,9 @@ def restore() -> None:
 def keep_all() -> None:
     """After an import: everything goes into the visitor's browser, where that is the place."""
     if place() == "browser":
-        state.reader().browser.lines = [write_line(event) for event in reader_log().events()]
+        held = state.reader().browser
+        held.sent += len(held.lines)  # an acknowledgement that is under way speaks of those, not of the new ones
+        held.lines = [write_line(event) for event in reader_log().events()]
 
 
 def forget() -> None:
@@ -173,7 +177,8 @@ def forget() -> None:
     reader.progress = None
     reader.asking.clear()
     reader.exam_runs.clear()
-    reader.browser = state.InBrowser(read=True, forget=True)
+    before = reader.browser
+    reader.browser = state.InBrowser(read=True, forget=True, sent=before.sent + len(before.lines))
 
 
 def keep() -> None:
@@ -186,14 +191,17 @@ def keep() -> None:
             "lines": held.lines,
             "end": held.sent + len(held.lines),
             "read": held.read,
-            "forget": held.forget,
+            "forget": held.sent if held.forget else None,
             "failed": held.failed,
         },
         key="saved_log",
         on_log_change=lambda: None,
         on_kept_change=lambda: None,
+        on_forgot_change=lambda: None,
         height=0,
     )
+    if answer.forgot == held.sent:
+        held.forget = False
     if answer.kept and answer.kept > held.sent:
         del held.lines[: answer.kept - held.sent]
         held.sent = answer.kept

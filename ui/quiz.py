@@ -58,9 +58,8 @@ def _kept(view: Callable[[], None]) -> None:
 
 def known() -> dict[str, Item]:
     """All items of the deck, in the order in which new ones are met."""
-    held = deck.deck()
-    track = held.tracks.get(str(learner.progress().setting("track")))
-    return desk.items(held.cards, held.topics, track)
+    track = learner.progress().setting("track")
+    return deck.items(track if isinstance(track, str) else None)
 
 
 def _card(item: str) -> Card:
@@ -192,11 +191,11 @@ def _ask(item: Item, mode: str) -> None:
 
 def _answering(question: Question, card: Card, held: Asking, mode: str) -> None:
     key = f"answer-{mode}-{held.item}-{held.attempt}"
-    for words in asking.hints(question, card)[: held.hints]:
+    hints = asking.hints(question, card)
+    for words in hints[: held.hints]:
         st.info(words, icon=":material/lightbulb:")
-    words_given = len(asking.hints(question, card))
     label = t("quiz_show_points") if isinstance(question, RecallQuestion) else t("quiz_answer")
-    asking.controls(question, key, "", lambda answer: _submit(question, held, answer), label, held.hints - words_given)
+    asking.controls(question, key, "", lambda answer: _submit(question, held, answer), label, held.hints - len(hints))
     if held.fault:
         reason, values = held.fault
         st.warning(t(reason, **values), icon=":material/edit:")
@@ -208,7 +207,7 @@ def _answering(question: Question, card: Card, held: Asking, mode: str) -> None:
             shortcut="H",
             on_click=_hint,
             args=(held,),
-            disabled=held.hints >= words_given + _wrong_options(question),
+            disabled=held.hints >= len(hints) + _wrong_options(question),
         )
         if not isinstance(question, RecallQuestion):
             st.button(

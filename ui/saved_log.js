@@ -6,7 +6,7 @@ const MANY = 100 // lines that the server may send again and again; more are ack
 const idOf = (line) => line.match(/"id":"([0-9a-f]{32})"/)?.[1]
 
 function keep(data) {
-  if (data.forget) localStorage.removeItem(KEY)
+  if (data.forget !== null) localStorage.removeItem(KEY) // until the server has heard of it; what came since is in lines
   // read anew before each write: another tab may have added to it
   const held = localStorage.getItem(KEY) ?? ""
   const known = new Set(held.split("\n").map(idOf))
@@ -19,6 +19,7 @@ export default function ({ data, setStateValue }) {
   try {
     const held = keep(data)
     if (!data.read && held) setStateValue("log", { held, failed: "" })
+    else if (data.forget !== null) setStateValue("forgot", data.forget)
     else if (data.lines.length > MANY) setStateValue("kept", data.end)
   } catch (error) {
     // storage is switched off, or full: the page says so once

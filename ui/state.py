@@ -43,7 +43,7 @@ class InBrowser:
     lines: list[str] = field(default_factory=list)  # recorded here, and not acknowledged yet
     sent: int = 0  # acknowledged before those
     read: bool = False  # the browser has said what it held
-    forget: bool = False
+    forget: bool = False  # until the browser has done it: what it holds is to be deleted
     failed: str = ""
     lost: int = 0  # lines of the browser that are no events
 

@@ -43,7 +43,7 @@ def test_a_log_in_the_browser_outlives_the_page_and_another_visitor_sees_none_of
     (first,) = wait_for(visit, 1)
     assert (first["kind"], first["rating"], first["mode"]) == ("review", 1, "review")
     visit.goto("progress", view="history", lang="en")
-    visit.page.get_by_text("1 answers").wait_for()
+    visit.page.get_by_text("Answers: 1.").wait_for()
     visit.goto("quiz", mode="review", lang="en")  # a new visit of the same browser
     visit.page.get_by_text("1 done").wait_for()
     press(visit, "u")
@@ -60,11 +60,15 @@ def test_a_log_in_the_browser_outlives_the_page_and_another_visitor_sees_none_of
 def test_a_damaged_line_costs_only_itself(hosted, open_reader):
     visit = open_reader(hosted)
     visit.goto("progress", view="log", lang="en")
-    good = '{"v":1,"id":"' + "a" * 32 + '","at":"2026-03-01T08:00:00Z","kind":"opened","card":"code-mha"}'
+    good = (
+        '{"v":1,"id":"'
+        + "a" * 32
+        + '","at":"2026-03-01T08:00:00Z","kind":"report","item":"code-mha/recall","words":"?"}'
+    )
     visit.page.evaluate(f"text => localStorage.setItem({KEY!r}, text)", f"{good}\nnot an event\n")
     visit.goto("progress", view="log", lang="en")
-    visit.page.get_by_text("1 events, 0 answers").wait_for()
-    visit.page.get_by_text("1 lines of the log in this browser can't be read").wait_for()
+    visit.page.get_by_text("Events: 1 · answers: 0").wait_for()
+    visit.page.get_by_text("Lines of the log in this browser that can't be read: 1.").wait_for()
     assert "not an event" in visit.page.evaluate(f"localStorage.getItem({KEY!r})")
 
 
@@ -85,6 +89,35 @@ def test_forgetting_empties_the_browser_too(hosted, open_reader):
     visit.page.wait_for_function(f"!localStorage.getItem({KEY!r})")
     visit.goto("quiz", mode="review", lang="en")
     visit.page.get_by_text("0 done").wait_for()
+
+
+def test_what_comes_after_forgetting_stays(hosted, open_reader, tmp_path):
+    """More events than the server sends again and again: those that were acknowledged must not be forgotten too."""
+    visit = open_reader(hosted)
+    visit.goto("quiz", mode="review", lang="en")
+    visit.page.get_by_role("button", name="Show the answer").wait_for()
+    press(visit, "s")
+    press(visit, "1")
+    (first,) = wait_for(visit, 1)
+    visit.goto("progress", view="log", lang="en")
+    visit.page.get_by_role("button", name="Forget everything").click()
+    field = visit.page.get_by_label("Type “forget” to go on")
+    field.fill("forget")
+    visit.act(lambda: field.press("Enter"))
+    visit.act(lambda: visit.page.get_by_role("button", name="Delete my log").click())
+    visit.page.get_by_text("Your log is deleted.").wait_for()
+    visit.page.keyboard.press("Escape")
+    many = "".join(json.dumps(first | {"id": f"{n:032x}"}) + "\n" for n in range(150))
+    given(visit, tmp_path, many.encode(), "New events: 150; here already: 0.")
+    wait_for(visit, 150)
+    visit.page.get_by_role("link", name="Quiz").first.click()  # the same visit goes on
+    answer = visit.page.get_by_role("button", name="Show the answer")
+    answer.or_(visit.page.get_by_role("button", name="Compare with the points")).first.click()
+    visit.page.get_by_role("button", name="Again").first.wait_for()
+    press(visit, "1")
+    ids = {event["id"] for event in wait_for(visit, 151)}
+    assert {f"{n:032x}" for n in range(150)} < ids
+    assert first["id"] not in ids
 
 
 def given(visit, tmp_path, content: bytes, words: str) -> None:
@@ -109,12 +142,12 @@ def test_a_log_goes_out_and_in_again_and_a_damaged_file_changes_nothing(hosted, 
         visit.page.get_by_role("button", name="Export as JSON lines").click()
     exported = coming.value.path().read_bytes()
     assert [json.loads(line)["id"] for line in exported.splitlines()] == [event["id"] for event in held(visit)]
-    given(visit, tmp_path, exported, "0 events were new, 1 were here already.")
+    given(visit, tmp_path, exported, "New events: 0; here already: 1.")
     other = open_reader(hosted)
     other.goto("progress", view="log", lang="en")
     given(other, tmp_path, exported + b"{}\n", "Line 2 can't be read")
     given(other, tmp_path, b"\xff\xfe\x00", "This file holds no event.")
-    given(other, tmp_path, json.dumps({"v": 9, "kind": "opened"}).encode(), "newer version")
+    given(other, tmp_path, json.dumps({"v": 9, "kind": "undo"}).encode(), "newer version")
     assert held(other) == []
-    given(other, tmp_path, b"\xef\xbb\xbf" + exported, "1 events were new, 0 were here already.")
+    given(other, tmp_path, b"\xef\xbb\xbf" + exported, "New events: 1; here already: 0.")
     assert wait_for(other, 1) == held(visit)

@@ -13,8 +13,8 @@ import pytest
 
 from study import log as logs
 from study.database import connect
-from study.events import BadLine, Opened, Review, read_line, write_line
-from study.log import MemoryLog, SqlLog, database_url, export_lines, import_lines
+from study.events import BadLine, Report, Review, read_line, write_line
+from study.log import MemoryLog, SqlLog, export_lines, import_lines
 from tests.study.postgres import another_database, running
 from tools.setup_env import find_postgresql
 
@@ -173,16 +173,12 @@ def test_a_killed_process_loses_no_acknowledged_event(tmp_path):
     assert len(kept) <= len(acknowledged) + 50  # at most the one each that was under way
 
 
-def test_the_database_follows_the_settings_of_the_host(monkeypatch, tmp_path):
-    monkeypatch.delenv("DATABASE_URL", raising=False)
+def test_the_file_lies_where_the_host_says_or_in_the_users_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("DATA_DIR", str(tmp_path))
-    assert database_url() == f"sqlite:///{tmp_path}/{logs.FILE}"
-    monkeypatch.setenv("DATABASE_URL", "postgresql://somewhere/db")
-    assert database_url() == "postgresql://somewhere/db"
-    monkeypatch.delenv("DATABASE_URL")
+    assert logs.file_url() == f"sqlite:///{tmp_path}/{logs.FILE}"
     monkeypatch.delenv("DATA_DIR")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
-    assert logs.APP in database_url()
+    assert logs.APP in logs.file_url()
 
 
 def test_a_file_larger_than_any_log_is_refused():
@@ -198,8 +194,8 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_system(tmp_path):
 
 def test_an_event_in_the_table_is_never_changed(tmp_path):
     engine = connect(f"sqlite:///{tmp_path}/p.sqlite3")
-    log, first = SqlLog(engine, "me"), Opened(at=START, card="first")
+    log, first = SqlLog(engine, "me"), Report(at=START, item="a/b", words="first")
     log.append([first])
-    log.append([Opened(id=first.id, at=START, card="second")])
+    log.append([Report(id=first.id, at=START, item="a/b", words="second")])
     assert log.events() == [first]
     engine.dispose()

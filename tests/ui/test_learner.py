@@ -7,7 +7,7 @@ def test_the_database_is_opened_by_one_thread_at_a_time(monkeypatch):
     """SQLAlchemy, imported by two threads at once, ends in an ImportError of one: in one cold start of three or so."""
     held = []
     monkeypatch.setattr(learner, "_engine", lambda url: held.append(learner._importing.locked()))
-    learner._open_database()
+    learner._open_database("sqlite://")
     monkeypatch.setattr(learner, "place", lambda: "file")
     learner.prepare()
     assert held == [True, True]

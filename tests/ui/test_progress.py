@@ -9,24 +9,17 @@ from study.database import connect
 from study.events import Review, now
 from study.log import FILE, SqlLog
 from study.progress import fold
-from tests.ui.test_pages import APP
+from tests.ui.test_pages import opened as page_opened
 from tests.ui.test_quiz import ITEMS, button, kept
 
 VIEWS = ["plan", "memory", "history", "log"]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("DATA_DIR", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def opened(lang: str = "en", **query: str) -> AppTest:
-    app = AppTest.from_file(APP, default_timeout=60)
-    app.switch_page("pages/progress.py")
-    for name, value in {"lang": lang, **query}.items():
-        app.query_params[name] = value
-    return app.run()
+    return page_opened("progress", lang, **query)
 
 
 def fill(folder, number: int = 120) -> list[Review]:
@@ -74,7 +67,7 @@ def test_settings_are_events_and_make_a_plan(folder):
     assert progress.setting("minutes_a_day") == 20
     assert progress.setting("retention") == 0.85
     assert progress.setting("interview") == (date.today() + timedelta(days=9)).isoformat()
-    assert any("of them new" in m.value for m in app.markdown)
+    assert any("new among them" in m.value for m in app.markdown)
     assert len(kept(folder)) == 3
     app.run()
     assert len(kept(folder)) == 3  # what is set already is not set again

@@ -21,24 +21,19 @@ from study.items import (
 )
 from study.log import FILE, SqlLog
 from study.progress import fold
-from tests.ui.test_pages import APP, HAN, words
+from tests.ui.test_pages import HAN, words
+from tests.ui.test_pages import opened as page_opened
+from ui import exam, quiz, state
 
 DECK = load_deck()
 ITEMS = desk.items(DECK.cards, DECK.topics)
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("DATA_DIR", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def opened(lang: str = "en", **query: str) -> AppTest:
-    app = AppTest.from_file(APP, default_timeout=60)
-    app.switch_page("pages/quiz.py")
-    for name, value in {"lang": lang, **query}.items():
-        app.query_params[name] = value
-    return app.run()
+    return page_opened("quiz", lang, **query)
 
 
 def kept(folder):
@@ -181,18 +176,17 @@ def test_grades_come_back_as_previewed_and_undo_goes_back_several_steps(folder):
     assert button(app, "Undo").disabled
 
 
-def test_a_second_click_on_a_grade_changes_nothing(folder):
+def test_a_second_click_on_a_grade_changes_nothing(folder, monkeypatch):
     app = opened()
     button(app, "Show the answer").click().run()
     held = app.session_state["reader"].asking["review"]
     button(app, "Again").click().run()
-    from ui import quiz
-
-    # the same click once more, as a slow line repeats it: its question is no longer on the table
-    app.session_state["reader"].asking["review"] = app.session_state["reader"].asking.get("review")
-    assert app.session_state["reader"].asking.get("review") is not held
-    assert quiz._rate.__doc__
+    reader = app.session_state["reader"]
+    monkeypatch.setattr(state, "reader", lambda: reader)
+    quiz._rate(held, "review", 1, 0.0, True)  # what the same click, sent twice, comes to
     assert len([e for e in kept(folder) if e.kind == "review"]) == 1
+    quiz._rate(asked(app)[1], "review", 1, 0.0, True)  # the next question's own click counts
+    assert len([e for e in kept(folder) if e.kind == "review"]) == 2
 
 
 def test_the_question_stays_after_a_reload(folder):
@@ -207,8 +201,8 @@ def test_an_exam_from_the_first_item_to_the_wrong_ones_again(folder):
     button(app, "Begin").click()
     app.run()
     assert not app.exception
-    exam = fold(kept(folder)).exams[0]
-    assert len(exam.items) == 5
+    begun = fold(kept(folder)).exams[0]
+    assert len(begun.items) == 5
     button(app, "Flag").click().run()
     assert fold(kept(folder)).exams[0].flagged == {0}
     again = opened(mode="exam")  # after a reload
@@ -225,8 +219,18 @@ def test_an_exam_from_the_first_item_to_the_wrong_ones_again(folder):
     assert not any(review.counts for review in progress.reviews)
     again.run()
     assert len(fold(kept(folder)).reviews) == 5  # remembered once
-    button(again, "The 5 wrong ones again").click().run()
-    assert fold(kept(folder)).exams[1].items == exam.items
+    button(again, "Again what was wrong (5)").click().run()
+    assert fold(kept(folder)).exams[1].items == begun.items
+
+
+def test_a_second_click_begins_no_second_exam(folder, monkeypatch):
+    app = opened(mode="exam")
+    button(app, "Begin").click()
+    app.run()
+    reader = app.session_state["reader"]
+    monkeypatch.setattr(state, "reader", lambda: reader)
+    exam._start(((next(iter(ITEMS)), 0),), 5.0)  # what the same click, sent twice, comes to
+    assert len(fold(kept(folder)).exams) == 1
 
 
 @pytest.mark.parametrize("lang", ["en", "zh"])

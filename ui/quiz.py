@@ -195,7 +195,8 @@ def _answering(question: Question, card: Card, held: Asking, mode: str) -> None:
     for words in hints[: held.hints]:
         st.info(words, icon=":material/lightbulb:")
     label = t("quiz_show_points") if isinstance(question, RecallQuestion) else t("quiz_answer")
-    asking.controls(question, key, "", lambda answer: _submit(question, held, answer), label, held.hints - len(hints))
+    left_out = max(0, held.hints - len(hints))  # once its words are said, a hint takes a wrong option away
+    asking.controls(question, key, "", lambda answer: _submit(question, held, answer), label, left_out)
     if held.fault:
         reason, values = held.fault
         st.warning(t(reason, **values), icon=":material/edit:")

@@ -123,6 +123,32 @@ def test_a_right_answer_of_each_kind_is_called_right(kind, folder):
     )
 
 
+@pytest.mark.parametrize("multi", [False, True])
+def test_every_option_is_shown_until_a_hint_takes_a_wrong_one_away(multi):
+    name, item = next(
+        (n, i) for n, i in ITEMS.items() if i.kind == "choice" and getattr(i.made_of, "multi", False) == multi
+    )
+    app = opened(mode="practice", card=item.card)
+    app.pills(key="practice_kind").set_value("choice").run()
+    while asked(app, "practice")[0].item.id != name:
+        button(app, "Show the answer").click().run()
+        button(app, "Again").click().run()
+    question, _ = asked(app, "practice")
+
+    def shown() -> int:
+        return len([b for b in app.checkbox if b.key.startswith("answer")]) if multi else len(app.radio[0].options)
+
+    every = len(question.options)
+    assert shown() == every
+    button(app, "Hint").click().run()  # words
+    assert shown() == every
+    if not multi:
+        for left in range(every - 1, 1, -1):
+            button(app, "Hint").click().run()
+            assert shown() == left
+    assert button(app, "Hint").disabled
+
+
 def test_recall_shows_the_points_and_takes_the_readers_own_grade(folder):
     app = opened(mode="practice", card="code-mha")
     app.pills(key="practice_kind").set_value("recall").run()

@@ -990,3 +990,1855 @@ def context_scaling(p: Any, run: Run) -> Any:
     found = [turned(k, positions * theta) @ q, turned(k, positions * changing) @ q, (2 * (five / 2).sin()).norm(dim=-1)]
     distances = torch.logspace(0, 15, 65, base=2, dtype=torch.float64)
     return found, (distances[:, None, None] * five).cos().mean(-1), (five / theta).numpy()
+
+
+def cache_size(p: Any, run: Run) -> Any:
+    """k and v of a layer without storage, for all sizes, lengths and models drawn; one tensor of each weight."""
+    import torch
+
+    from engine.model_shapes import SHAPES, weights
+
+    def kept(shape: Any, batch: int, seq_len: int, width: int) -> int:
+        x = torch.empty(batch, seq_len, shape.d_model, dtype=torch.bfloat16, device="meta")
+        W = torch.empty(shape.d_model, width, dtype=torch.bfloat16, device="meta")
+        return sum((x @ W).clone().nbytes for _ in range(2))
+
+    shape = SHAPES[p.model]
+    found = [kept(shape, 2**n, p.seq_len, shape.n_kv_heads * shape.d_k) for n in range(11)]
+    found += [kept(shape, p.batch, p.seq_len, width) for width in (1024, 1024, 1024, 4096, 4096, 1024, 1024)]
+    for name in ("llama_2_7b", "llama_3_8b", "llama_3_70b", "mistral_7b", "gemma_3_27b", "gemma_3_27b", "deepseek_v3"):
+        found += [kept(SHAPES[name], 1, 4**n, 1024) for n in range(5, 10)]
+    return found, [count * tensor.nbytes for _, count, tensor in weights(shape, torch.bfloat16)]
+
+
+def cache_growth(p: Any, run: Run) -> Any:
+    """The tensors of a growing cache without storage, one for each step and layer."""
+    import torch
+
+    lengths = (1 + run.rand(p.batch) * p.prompt_len).long().tolist()
+    held = []
+    for step in range(p.n_steps):
+        for _ in range(p.n_layers):
+            held.append(torch.empty(2, p.batch, 8, max(lengths) + step, 128, device="meta").nbytes)
+        for length in lengths:
+            if (length + step) % p.block_size == 0:
+                held.append(torch.empty(p.n_layers, 2, 8, p.block_size, 128, device="meta").nbytes)
+    return held
+
+
+def _tiles(logits: Any, v: Any, tile_len: int) -> Any:
+    """The recurrence of an online softmax, tile by tile."""
+    m = logits.new_full(logits.shape[:1], -float("inf"))
+    total, out = logits.new_zeros(len(m)), logits.new_zeros(len(m), v.shape[1])
+    for start in range(0, logits.shape[1], tile_len):
+        z = logits[:, start : start + tile_len]
+        new = m.maximum(z.amax(-1))
+        factor, powers = (m - new).exp(), (z - new[:, None]).exp()
+        total, out = total * factor + powers.sum(-1), out * factor[:, None] + powers @ v[start : start + tile_len]
+        m = new
+    return m, total, out
+
+
+def online_softmax(p: Any, run: Run) -> Any:
+    """Rows in tiles seven times, as for seven ways to write the recurrence, and whole rows in float64."""
+    import torch
+
+    logits, v = (p.logits_std * run.randn(p.n_rows, p.kv_len)).double(), run.randn(p.kv_len, p.d_v).double()
+    wanted = torch.softmax(logits, -1) @ v
+    found = [_tiles(logits, v, p.tile_len) for _ in range(7)]
+    return [(out / total[:, None] - wanted).norm(dim=-1) for _, total, out in found]
+
+
+def running_max_changes(p: Any, run: Run) -> Any:
+    """Maxima of the tiles, the largest so far, and where it changes."""
+    rows = p.rows_together * p.n_groups
+    tops = run.randn(rows, p.kv_len // p.tile_len, p.tile_len).amax(-1)
+    best = tops.cummax(-1).values
+    moved = best[:, 1:] != best[:, :-1]
+    return moved.sum(-1), moved.view(p.n_groups, p.rows_together, -1).any(1)
+
+
+def state_merge(p: Any, run: Run) -> Any:
+    """A softmax a worker, merged by log-sum-exp, and four merges of states."""
+    import torch
+
+    logits, v = (p.logits_std * run.randn(p.n_rows, p.kv_len)).double(), run.randn(p.kv_len, p.d_v).double()
+    parts = [_tiles(z, w, p.kv_len) for z, w in zip(logits.chunk(p.n_workers, 1), v.chunk(p.n_workers), strict=True)]
+    lse = torch.stack([m + total.log() for m, total, _ in parts])
+    found = (torch.softmax(lse, 0)[..., None] * torch.stack([out / total[:, None] for _, total, out in parts])).sum(0)
+    for _ in range(4):
+        m, total, out = parts[0]
+        for m2, total2, out2 in parts[1:]:
+            new = m.maximum(m2)
+            a, b = (m - new).exp(), (m2 - new).exp()
+            m, total, out = new, total * a + total2 * b, out * a[:, None] + out2 * b[:, None]
+    return found, out, torch.softmax(logits, -1) @ v
+
+
+def softmax_passes(p: Any, run: Run) -> Any:
+    """Seven rows of different length, each by three ways in passes over its pieces, and by the recurrence."""
+    import torch
+
+    found = []
+    for n in (p.kv_len, 128, 256, 512, 1024, 2048, 4096):
+        logits, v = p.logits_std * run.randn(1, n), run.randn(n, 8)
+        pieces, values = logits.split(p.tile_len, 1), v.split(p.tile_len)
+        highest = torch.stack([z.amax() for z in pieces]).amax()
+        m, total, out = _tiles(logits, v, p.tile_len)
+        for top in (0.0, highest, m):
+            below = total if top is m else sum((z - top).exp().sum() for z in pieces)
+            weights = [(z - top).exp() / below for z in pieces]
+            found.append(sum(w @ x for w, x in zip(weights, values, strict=True)))
+        found.append(out / total)
+    return found
+
+
+def accumulator_precision(p: Any, run: Run) -> Any:
+    """The recurrence in three formats, and at each power of two whole rows in float64 and stored once."""
+    import torch
+
+    logits, v = p.logits_std * run.randn(p.n_rows, p.kv_len), run.randn(p.kv_len, p.d_v)
+    found = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        m = logits.new_full((p.n_rows,), -float("inf"))
+        total, out, seen = torch.zeros_like(m), logits.new_zeros(p.n_rows, p.d_v), 0
+        for z, x in zip(logits.split(p.tile_len, 1), v.split(p.tile_len), strict=True):
+            new = m.maximum(z.amax(-1))
+            factor, powers = (m - new).exp(), (z - new[:, None]).exp()
+            m, total = new.to(dtype).float(), (total * factor + powers.sum(-1)).to(dtype).float()
+            out = (out * factor[:, None] + powers @ x).to(dtype).float()
+            seen += p.tile_len
+            if seen & (seen - 1) == 0:
+                exact = logits[:, :seen].double()
+                once = _tiles(logits[:, :seen], v[:seen], seen)
+                found += [torch.softmax(exact, -1) @ v[:seen].double(), exact.logsumexp(-1), once, out / total[:, None]]
+    return found
+
+
+def _decoder(p: Any, run: Run, n_kv_heads: int, dtype: Any) -> Any:
+    """Random layers, and a pass of them over x behind the keys and values that are there."""
+    import torch
+    from torch.nn.functional import gelu, layer_norm
+
+    from engine.positions import rotary_angles, rotate
+
+    d, d_k = p.d_model, p.d_model // p.n_heads
+    widths = ((d, d), (n_kv_heads * d_k, d), (n_kv_heads * d_k, d), (d, d), (4 * d, d), (d, 4 * d))
+    layers = [[run.randn(*w).to(dtype) / w[1] ** 0.5 for w in widths] for _ in range(p.n_layers)]
+
+    def read(x: Any, past: Any = None) -> Any:
+        n, new = past[0][0].shape[-2] if past else 0, x.shape[-2]
+        angles = rotary_angles(torch.arange(n, n + new), d_k)
+        later, kept = torch.ones(new, n + new, dtype=torch.bool).triu(n + 1), []
+        for number, (W_q, W_k, W_v, W_o, W_up, W_down) in enumerate(layers):
+            normed = layer_norm(x, (d,))
+            q, k, v = ((normed @ W.mT).unflatten(-1, (-1, d_k)).transpose(-3, -2) for W in (W_q, W_k, W_v))
+            q, k = rotate(q, angles), rotate(k, angles)
+            if past:
+                k, v = (torch.cat(pair, -2) for pair in zip(past[number], (k, v), strict=True))
+            kept.append((k, v))
+            k, v = (y.repeat_interleave(p.n_heads // n_kv_heads, -3) for y in (k, v))
+            weights = torch.softmax((q @ k.mT * d_k**-0.5).masked_fill(later, -torch.inf), -1)
+            x = x + (weights @ v).transpose(-3, -2).flatten(-2) @ W_o.mT
+            x = x + gelu(layer_norm(x, (d,)) @ W_up.mT) @ W_down.mT
+        return x, kept
+
+    return read
+
+
+def cached_decoding(p: Any, run: Run) -> Any:
+    """A prompt and its steps in nine ways, noise for three of them, and a pass over everything at each step."""
+    import torch
+
+    read = _decoder(p, run, p.n_kv_heads, torch.float64)
+    length = p.prompt_len + p.new_tokens
+    tokens = run.randn(length, p.d_model).double()
+    noise = [run.randn(p.n_heads, length, p.d_model // p.n_heads) for _ in range(3 * p.n_layers)]
+    ends = range(p.prompt_len + p.tokens_per_step, length + 1, p.tokens_per_step)
+    found = [read(tokens[:end])[0] for end in ends]
+    _, prompt = read(tokens[: p.prompt_len])
+    for _ in range(9):
+        cache = prompt
+        for end in ends:
+            out, cache = read(tokens[end - p.tokens_per_step : end], cache)
+            found.append(out)
+    return found, noise
+
+
+def cache_validity(p: Any, run: Run) -> Any:
+    """A pass before, one for each of four events, and the next token behind a cache."""
+    import torch
+
+    read = _decoder(p, run, p.n_heads, torch.float64)
+    text = run.randn(p.seq_len + 2, p.d_model).double()
+    passes = [read(text[:length]) for length in (p.seq_len, p.seq_len + 1, p.seq_len + 1, p.seq_len + 2, p.seq_len)]
+    return passes, read(text[-2:-1], passes[0][1])
+
+
+def decoding_costs(p: Any, run: Run) -> Any:
+    """The products of a layer for each pass, counted without storage; those with a cache are all but the scores."""
+    import torch
+
+    from engine.operations import count_operations
+
+    d, d_k = p.d_model, p.d_model // p.n_heads
+    matrices = [torch.empty(d, d, device="meta") for _ in range(12)]  # the two of the FFN are four squares each
+    found = []
+    for t in range(p.prompt_len, p.prompt_len + p.new_tokens):
+        x, k = torch.empty(t, d, device="meta"), torch.empty(p.n_heads, d_k, t, device="meta")
+        q, all_q = (torch.empty(p.n_heads, rows, d_k, device="meta") for rows in (1, t))
+        with count_operations() as counted:
+            for W in matrices:
+                torch.mm(x, W)
+            for queries in (q, all_q):
+                torch.bmm(torch.bmm(queries, k), k.mT)
+        found.append(counted.products)
+    return found
+
+
+def decoding_times(p: Any, run: Run) -> Any:
+    """At each length the caches' pass, the step and the pass over everything, four times each."""
+    import torch
+
+    read = _decoder(p, run, p.n_heads, torch.float32)
+    tokens = run.randn(p.batch, p.seq_len, p.d_model)
+    found = []
+    for length in (2**n for n in range(3, 10) if 2**n <= p.seq_len):
+        _, cache = read(tokens[:, : length - 1])
+        for _ in range(4):
+            found += [read(tokens[:, length - 1 : length], cache), read(tokens[:, :length])]
+    return found, [read(tokens) for _ in range(4)]
+
+
+def forward_flops(p: Any, run: Run) -> Any:
+    """The products of one block and the unembedding without storage, then attention at nine lengths, counted."""
+    import torch
+
+    from engine.operations import count_operations
+
+    def empty(*shape: int) -> Any:
+        return torch.empty(shape, device="meta")
+
+    d, n = p.d_model, p.seq_len
+    x, W, up, table = empty(n, d), empty(d, d), empty(d, p.d_ff), empty(d, p.vocabulary)
+    found = []
+    with count_operations() as counted:
+        found += [x @ W for _ in range(4)] + [x @ up for _ in range(3)] + [x @ table]
+    for length in [n] + [2**i for i in range(9, 18)]:
+        q = empty(p.n_heads, length, p.d_k)
+        with count_operations() as counted:
+            found.append(q @ q.mT @ q)
+    return found, counted
+
+
+def training_flops(p: Any, run: Run) -> Any:
+    """Five decoders without storage, forward and backward, counted."""
+    import torch
+
+    from engine.operations import count_operations
+
+    def empty(*shape: int) -> Any:
+        return torch.empty(shape, device="meta", requires_grad=True)
+
+    d, n, found = p.d_model, p.seq_len, []
+    for _ in range(5):
+        layers = [
+            (empty(d, d), empty(d, d), empty(d, d), empty(d, d), empty(d, p.ffn_ratio * d), empty(p.ffn_ratio * d, d))
+            for _ in range(p.n_layers)
+        ]
+        table, head = empty(p.vocabulary, d), empty(d, p.vocabulary)
+        with count_operations() as counted:
+            x = table[:n] * 1
+            for q, k, v, o, up, down in layers:
+                x = x + (x @ q) @ (x @ k).mT @ (x @ v) @ o
+                x = x + (x @ up) @ down
+            logits = x @ head
+        grad = torch.empty_like(logits)
+        with count_operations() as counted:
+            found.append(torch.autograd.grad(logits, [table, head, *(w for layer in layers for w in layer)], grad))
+        found.append(counted)
+    return found
+
+
+def _judged(p: Any, q: Any, u: Any) -> Any:
+    """Drafts from q, how many are kept, and the token that follows. Shapes: p (rounds, gamma + 1, n)."""
+    import torch
+
+    drafted = (q.cumsum(-1) <= u[:, : q.shape[1], None]).sum(-1).clamp(max=q.shape[-1] - 1)
+    p_of, q_of = (law[:, : q.shape[1]].gather(-1, drafted[..., None])[..., 0] for law in (p, q))
+    n_kept = (u[:, q.shape[1] : 2 * q.shape[1]] < p_of / q_of).long().cumprod(-1).sum(-1)
+    residual = torch.cat((p[:, :-1] - q, p[:, -1:]), 1).clamp(min=0)[torch.arange(len(p)), n_kept]
+    return drafted, n_kept, (residual.cumsum(-1) <= u[:, -1:] * residual.sum(-1, keepdim=True)).sum(-1)
+
+
+def speculative_sampling(p: Any, run: Run) -> Any:
+    """The law of all sequences of target and draft; three rounds of every stream, about as many as it takes."""
+    target, draft = ((1.5 * run.randn(p.n_tokens, p.n_tokens)).softmax(-1) for _ in range(2))
+    laws = []
+    for matrix in (target.cpu().double(), draft.cpu().double()):
+        law = matrix
+        for _ in range(p.gamma):
+            law = law[..., None] * matrix
+        laws.append(law.sum())
+    found = []
+    for _ in range(3):
+        before = run.rand(p.n_streams, p.gamma + 1).mul(p.n_tokens).long()
+        found.append(_judged(target[before], draft[before[:, :-1]], run.rand(p.n_streams, 2 * p.gamma + 1)))
+    return laws, found
+
+
+def speculative_speedup(p: Any, run: Run) -> Any:
+    """Flips, how many of each round come up before the first that does not, and their means for 16 γ."""
+    kept = (run.rand(p.n_rounds, 16) < p.alpha).long().cumprod(-1).sum(-1)
+    return [kept.clamp(max=gamma).float().mean() for gamma in range(1, 17)]
+
+
+def verification_cost(p: Any, run: Run) -> Any:
+    """Nothing but shapes: eight products a layer, for two caches and two numbers of new tokens, without storage."""
+    import torch
+
+    def empty(*shape: int) -> Any:
+        return torch.empty(*shape, device="meta", dtype=torch.float16)
+
+    found = []
+    for kv_len in (1024, 131072):
+        for n_new in (1, p.gamma + 1):
+            for width_in, width_out in (
+                ((4096, 4096),) * 2 + ((4096, 1024),) * 2 + ((4096, 14336),) * 2 + ((14336, 4096),)
+            ):
+                found.append(empty(n_new, width_in) @ empty(width_in, width_out))
+            found.append(empty(8, 4 * n_new, 128) @ empty(8, 128, kv_len) @ empty(8, kv_len, 128))
+    return found
+
+
+def draft_acceptance(p: Any, run: Run) -> Any:
+    """The prompts, and for each round five tokens a text, through the model; each judged against a fixed draft."""
+    import torch
+
+    from engine import inputs, language_model
+
+    weights = language_model.load_weights(run.device, run.dtype)
+    tokens = inputs.draw_texts(run, "stories", p.n_texts, 32).tokens
+    draft = torch.full((p.n_texts, p.gamma, 96), 1 / 96, device=run.device)
+    found = []
+    with torch.inference_mode():
+        language_model.forward_fast(weights, tokens)
+        for _ in range(p.n_rounds):
+            law = language_model.forward_fast(weights, tokens[:, : p.gamma + 1]).softmax(-1)
+            found.append(_judged(law, draft, run.rand(p.n_texts, 2 * p.gamma + 1)))
+    return found
+
+
+def tiled_attention(p: Any, run: Run) -> Any:
+    """A head with whole rows twice, once in float64, and in tiles; gradients of all; whole rows of shorter lengths."""
+    import torch
+
+    q, k, v, do = (run.randn(p.seq_len, p.d_k).double() for _ in range(4))
+    found, scale = [], p.d_k**-0.5
+    for _ in range(2):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = torch.softmax(leaves[0] @ leaves[1].mT * scale, -1) @ leaves[2]
+        found.append((out, torch.autograd.grad(out, leaves, do)))
+    lse = []
+    for x in q.split(p.q_tile):
+        m, total, out = _tiles(x @ k.mT * scale, v, p.kv_tile)
+        lse.append(m + total.log())
+        found.append(out / total[:, None])
+    terms = (found[0][0] * do).sum(-1).detach().split(p.q_tile)
+    for y, z in zip(k.split(p.kv_tile), v.split(p.kv_tile), strict=True):
+        for x, d, top, term in zip(q.split(p.q_tile), do.split(p.q_tile), lse, terms, strict=True):
+            w = (x @ y.mT * scale - top[:, None]).exp()
+            ds = w * (d @ z.mT - term[:, None]) * scale
+            found.append((w.mT @ d, ds @ y, ds.mT @ x))
+    for n in (16, 32, 64, 128, 256):
+        x = q.new_zeros(n, p.d_k).requires_grad_()
+        found.append(torch.softmax(x @ x.mT, -1) @ x)
+    return found
+
+
+def attention_traffic(p: Any, run: Run) -> Any:
+    """Slices of arrays without storage, as many as the loops of both orders touch at six lengths and five widths."""
+    import math
+
+    import numpy as np
+
+    total = 0
+    sizes = [(n, p.d_k) for n in (64, 128, 256, 512, 1024, 2048, p.seq_len)] + [
+        (p.seq_len, d) for d in (16, 32, 128, 256)
+    ]
+    for n, d in sizes:
+        x = np.broadcast_to(np.empty((), f"V{p.number_bytes}"), (n, d))
+        rows = np.broadcast_to(np.empty((), "V4"), (n,))
+        wide = max(1, math.ceil(p.sram_kib * 1024 / p.number_bytes / (4 * d)))
+        narrow = min(wide, d)
+        for outer in range(0, n, wide):
+            for inner in range(0, n, narrow):
+                total += 2 * x[inner : inner + narrow].nbytes  # queries outside: keys and values
+                piece, statistic = x[inner : inner + narrow], rows[inner : inner + narrow]
+                total += 3 * piece.nbytes + 4 * statistic.nbytes  # keys outside: queries, outputs and statistics
+            total += 4 * x[outer : outer + wide].nbytes
+    return total
+
+
+def attention_backends(p: Any, run: Run) -> Any:
+    """The call, and the same in whole rows, at three lengths, five times each: once watched, once warm, three timed."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    found = []
+    for n in (p.seq_len // 4, p.seq_len // 2, p.seq_len):
+        q, k, v = (torch.ones(1, p.n_heads, n, p.d_k, device=run.device) for _ in range(3))
+        for _ in range(5):
+            found.append(scaled_dot_product_attention(q, k, v))
+            found.append(torch.softmax(q @ k.mT * p.d_k**-0.5, -1) @ v)
+    return found
+
+
+def latent_attention(p: Any, run: Run) -> Any:
+    """Both forms in three number formats, a matrix for each distance, GQA twice, five sets of singular values."""
+    import torch
+
+    shapes = {"W_q": (p.n_heads, p.d_k, p.d_model), "W_o": (p.n_heads, p.d_model, p.d_k)}
+    shapes |= {"W_down": (p.kv_rank, p.d_model), "W_uk": (p.n_heads, p.d_k, p.kv_rank)}
+    shapes |= {"W_uv": (p.n_heads, p.d_k, p.kv_rank), "W_k": (p.n_heads, p.d_k, p.d_model)}
+    shapes |= {"W_v": (p.n_heads, p.d_k, p.d_model), "W_qr": (p.n_heads, p.d_rope, p.d_model)}
+    drawn = {name: run.randn(*s).double() / s[-1] ** 0.5 for name, s in shapes.items()}
+    drawn |= {"x": run.randn(p.seq_len, p.d_model).double(), "W_kr": run.randn(p.d_rope, p.d_model).double()}
+    hidden = torch.ones(p.seq_len, p.seq_len, dtype=torch.bool).triu(1)
+    positions = torch.arange(p.seq_len)[:, None].double()
+    angles = positions * 10_000.0 ** (-torch.arange(0, p.d_rope, 2) / p.d_rope)
+
+    def turned(x: Any) -> Any:
+        a, b = x.chunk(2, -1)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+    def weights(logits: Any) -> Any:
+        return torch.softmax(logits.masked_fill(hidden, -torch.inf), -1)
+
+    found = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float64):
+        m = {name: t.to(dtype) for name, t in drawn.items()}
+        latent = m["x"] @ m["W_down"].mT
+        latent = latent / latent.square().mean(-1, keepdim=True).sqrt()
+        q, scale = m["x"] @ m["W_q"].mT, (p.d_k + p.d_rope) ** -0.5
+        rotary = turned(m["x"] @ m["W_qr"].mT) @ turned(m["x"] @ m["W_kr"].mT).mT
+        k, v = latent @ m["W_uk"].mT, latent @ m["W_uv"].mT
+        expanded = (weights((q @ k.mT + rotary) * scale) @ v @ m["W_o"].mT).sum(0)
+        absorbed = weights((q @ m["W_uk"] @ latent.mT + rotary) * scale) @ latent
+        absorbed = (absorbed @ m["W_uv"].mT @ m["W_o"].mT).sum(0)
+        found.append((expanded - absorbed).abs().max())
+    between = m["W_q"][0].mT.expand(p.seq_len, -1, -1) @ m["W_uk"][0]
+    found.append((between - between.mean(0)).norm())
+    grouped = [m["x"] @ m[name][: p.n_kv_heads].mT for name in ("W_k", "W_v")]
+    for _ in range(2):
+        found.append(weights(q @ grouped[0].mT) @ grouped[1])
+    mha = torch.cat(tuple(m["x"] @ m["W_k"].mT), -1)
+    keys, values = torch.cat(tuple(k), -1), torch.cat(tuple(v), -1)
+    logits = (q @ k.mT + rotary).flatten(0, 1)
+    singular = [torch.linalg.svdvals(t) for t in (keys, torch.cat((keys, values), -1), logits, mha, grouped[0][0])]
+    return found, singular
+
+
+def latent_costs(p: Any, run: Run) -> Any:
+    """Thirteen steps in two ways, twelve more for the chart of GPUs, and two products of weights."""
+    import torch
+
+    from engine.operations import count_operations
+
+    def empty(*shape: int) -> Any:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    found = []
+    for q_len in (1, 8, 64, 512, 4096) * 2 + (1,) * 15:
+        heads, W = 128 // p.n_gpus, empty(128 // p.n_gpus, 128, 512)
+        latent, rotary = empty(p.kv_len, 512), empty(p.kv_len, 64)
+        q, q_rope = empty(heads, q_len, 128), empty(heads, q_len, 64)
+        with count_operations() as counted:
+            out = ((q @ W) @ latent.mT + q_rope @ rotary.mT) @ latent @ W.mT
+        found.append((counted, out))
+    return found, empty(128, 512, 128) @ empty(128, 128, 1536), empty(128, 7168, 128) @ empty(128, 128, 512)
+
+
+def kv_sharing(p: Any, run: Run) -> Any:
+    """One layer without storage for every number of KV heads: its products in both phases, and its cache."""
+    import torch
+
+    from engine.model_shapes import SHAPES
+
+    def empty(*shape: int) -> Any:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    shape, found = SHAPES[p.model], []
+    h, d, d_k = shape.n_heads, shape.d_model, shape.d_k
+    for n_kv_heads in (n for n in range(1, h + 1) if h % n == 0):
+        for batch, tokens in ((1, p.seq_len), (p.batch, 1)):
+            x = empty(batch * tokens, d)
+            widths = (h * d_k, n_kv_heads * d_k, n_kv_heads * d_k, shape.d_ff, shape.d_ff, shape.vocabulary)
+            found += [x @ empty(d, width) for width in widths]
+            found += [
+                empty(batch * tokens, shape.d_ff) @ empty(shape.d_ff, d),
+                empty(batch * tokens, h * d_k) @ empty(h * d_k, d),
+            ]
+            q, k = empty(batch, n_kv_heads, h // n_kv_heads * tokens, d_k), empty(batch, n_kv_heads, p.seq_len, d_k)
+            found.append(q @ k.mT @ k)
+        found.append(sum((empty(p.batch, p.seq_len, d) @ empty(d, n_kv_heads * d_k)).clone().nbytes for _ in range(2)))
+    for n_kv_heads in (h, p.n_kv_heads, 1):
+        for n_gpus in (1, 2, 4, 8, 16, 32):
+            width = max(1, n_kv_heads // n_gpus) * d_k
+            found.append(sum((empty(p.batch, p.seq_len, d) @ empty(d, width)).clone().nbytes for _ in range(2)))
+    return found
+
+
+def kv_head_mapping(p: Any, run: Run) -> Any:
+    """A layer that shares k and v in two layouts and with reordered heads, twice MHA, and five ways of reading."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    d_model = p.n_heads * p.d_k
+    x = run.randn(2, p.seq_len, d_model).double()
+    W_q, W_k, W_v, W_o = (run.randn(n * p.d_k, d_model).double() for n in (p.n_heads, *[p.n_kv_heads] * 2, p.n_heads))
+    group, found = p.n_heads // p.n_kv_heads, []
+    for _ in range(10):
+        q, k, v = ((x @ W.mT).unflatten(-1, (-1, p.d_k)).transpose(1, 2) for W in (W_q, W_k, W_v))
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        found.append(sdpa(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ W_o)
+    return found, torch.stack(found).std(0)
+
+
+def head_merging(p: Any, run: Run) -> Any:
+    """A layer, the same in another basis, and merged in three ways for every number of KV heads."""
+    import torch
+
+    h, d_model, found = p.n_heads, p.n_heads * p.d_k, []
+    x = run.randn(p.seq_len, d_model).double()
+    W_q, W_k, W_v, W_o, new_k, new_v = (run.randn(h, p.d_k, d_model).double() / d_model**0.5 for _ in range(6))
+    turns = [torch.linalg.qr(run.randn(h, p.d_k, p.d_k).double())[0] for _ in range(2)]
+    hidden = torch.ones(p.seq_len, p.seq_len, dtype=torch.bool).triu(1)
+
+    def layer(W_q: Any, W_k: Any, W_v: Any, W_o: Any) -> Any:
+        logits = ((x @ W_q.mT) @ (x @ W_k.mT).mT / p.d_k**0.5).masked_fill(hidden, -torch.inf)
+        return (torch.softmax(logits, -1) @ (x @ W_v.mT) @ W_o).sum(0)
+
+    found = [layer(W_q, W_k, W_v, W_o), layer(turns[0] @ W_q, turns[0] @ W_k, turns[1] @ W_v, turns[1] @ W_o)]
+    for n in (n for n in range(1, h + 1) if h % n == 0):
+        for pool in (lambda W, _: W.mean(1), lambda W, _: W[:, 0], lambda W, new: new[: len(W)]):
+            pooled = [
+                pool(W.unflatten(0, (n, -1)), new).repeat_interleave(h // n, 0)
+                for W, new in ((W_k, new_k), (W_v, new_v))
+            ]
+            found.append(layer(W_q, *pooled, W_o))
+    return found
+
+
+def phase_bounds(p: Any, run: Run) -> Any:
+    """The products of a layer and the head for every number of tokens that is drawn, counted without storage."""
+    import torch
+
+    from engine.model_shapes import SHAPES, weights
+    from engine.operations import count_operations
+
+    found = []
+    for rows in (1, 4, 8, 16, 64, 128, 256, 512, 1024, 4096, 16384, 131072, *(2**n for n in range(19, 8, -1))):
+        for name, _, weight in weights(SHAPES[p.model], torch.bfloat16):
+            if weight.ndim > 1 and name not in ("embedding", "norm"):
+                matrix = weight.flatten(0, -2)
+                x = torch.empty(rows, matrix.shape[-1], dtype=torch.bfloat16, device="meta")
+                with count_operations() as counted:
+                    torch.mm(x, matrix.mT)
+                found.append(counted.products)
+    return found
+
+
+def phase_times(p: Any, run: Run) -> Any:
+    """Two prompts and three batches of steps, six times each; before each pass 32 MiB are written."""
+    from types import SimpleNamespace
+
+    import torch
+
+    n_heads = p.d_model // 64
+    sizes = SimpleNamespace(d_model=p.d_model, n_heads=n_heads, n_layers=p.n_layers)
+    read = _decoder(sizes, run, n_heads, torch.float32)
+    displaced, found = torch.empty(2**23), []
+    for length in (16, p.prompt_len):
+        for _ in range(6):
+            displaced.fill_(0)
+            found.append(read(run.randn(1, length, p.d_model)))
+    for batch in (1, 4, p.batch):
+        _, cache = read(run.randn(batch, p.prompt_len, p.d_model))
+        for _ in range(6):
+            displaced.fill_(0)
+            found.append(read(run.randn(batch, 1, p.d_model), cache))
+    return found
+
+
+def expert_reads(p: Any, run: Run) -> Any:
+    """Noise, the largest scores of each token, and the distinct experts, in each layer."""
+    import torch
+
+    found = []
+    for _ in range(8):
+        scores = -torch.log(-torch.log(run.rand(max(512, p.batch), p.n_experts)))
+        found.append(torch.unique(scores.topk(p.experts_per_token, dim=-1).indices))
+    return found
+
+
+def _decoder_on_meta(n_kv_heads: int, d_model: int, d_ff: int, vocabulary: int, d_attention: int) -> int:
+    """Parameters of one block and of both tables."""
+    import torch
+    from torch import nn
+
+    block = nn.ModuleList(
+        [nn.Linear(d_model, width, bias=False, device="meta") for width in (d_attention, n_kv_heads * 128)]
+        + [nn.Linear(d_model, n_kv_heads * 128, bias=False, device="meta")]
+        + [nn.Linear(d_attention, d_model, bias=False, device="meta")]
+        + [nn.Linear(d_model, d_ff, bias=False, device="meta") for _ in range(2)]
+        + [nn.Linear(d_ff, d_model, bias=False, device="meta")]
+        + [nn.RMSNorm(d_model, device="meta") for _ in range(3)]
+    )
+    table = nn.Embedding.from_pretrained(torch.empty(vocabulary, d_model, device="meta"), freeze=False)
+    head = nn.Linear(d_model, vocabulary, bias=False, device="meta")
+    return sum(p.numel() for module in (block, table, head) for p in module.parameters())
+
+
+def parameter_count(p: Any, run: Run) -> Any:
+    """The chosen model and seven of other widths."""
+    widths = (p.d_model, *(2**n for n in range(8, 15)))
+    return [_decoder_on_meta(p.n_kv_heads, width, 2 * width, p.vocabulary, width) for width in widths]
+
+
+def published_counts(p: Any, run: Run) -> Any:
+    """Six models, of which two have blocks of two kinds."""
+    return [_decoder_on_meta(8, 4096, 11008, 32000, 4096) for _ in range(7)]
+
+
+def training_state(p: Any, run: Run) -> Any:
+    """Two passes forward and backward, and eighteen steps of Adam on one buffer."""
+    import torch
+
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = (0.02 * run.randn(32960)).to(dtype).requires_grad_()
+        table, rest = weights[:4096].view(64, 64), weights[4096:8192].view(64, 64)
+        x = table[(run.rand(8) * 64).long()]
+        for _ in range(9):
+            x = x + torch.nn.functional.silu(x @ rest.mT)
+        loss = torch.nn.functional.cross_entropy((x @ table.mT).float(), (run.rand(8) * 64).long())
+        (gradient,) = torch.autograd.grad(loss, weights)
+        for _ in range(9):
+            master, g = weights.detach().float(), gradient.float()
+            first, second = 0.1 * g, 0.001 * g * g
+            found.append(master.addcdiv(first, second.sqrt().add(1e-8), value=-1e-3).nbytes)
+    return found
+
+
+def product_intensity(p: Any, run: Run) -> Any:
+    """The product for every number of rows that is drawn or searched, counted without storage."""
+    import torch
+
+    from engine.operations import count_operations
+
+    found = []
+    sizes = [(p.matrix_out, 2**n) for n in range(31)]
+    sizes += [(width, 4**n) for width in (16, p.matrix_out // 4, p.matrix_out) for n in range(10)]
+    for width, rows in sizes:
+        x = torch.empty(1, rows, p.matrix_in, dtype=torch.bfloat16, device="meta")
+        with count_operations() as counted:
+            torch.bmm(x, torch.empty(1, p.matrix_in, width, dtype=torch.bfloat16, device="meta"))
+        found.append(counted.products)
+    return found
+
+
+def layer_roofline(p: Any, run: Run) -> Any:
+    """The products, norms and other steps of a layer for every batch that is drawn, counted without storage."""
+    import torch
+
+    from engine.model_shapes import SHAPES, weights
+    from engine.operations import count_operations
+
+    found = []
+    for rows in (1, 4, 16, p.batch, 64, 256, 1024):
+        for name, _, weight in weights(SHAPES[p.model], torch.bfloat16):
+            if weight.ndim > 1 and name not in ("embedding", "norm"):
+                matrix = weight.flatten(0, -2)
+                x = torch.empty(rows, matrix.shape[-1], dtype=torch.bfloat16, device="meta")
+                for work in (lambda: x @ matrix.mT, lambda: x * (x * x).sum(-1, keepdim=True).rsqrt(), lambda: x + x):  # noqa: B023
+                    with count_operations() as counted:
+                        work()
+                    found.append(counted.total)
+    return found
+
+
+def shared_matrix_times(p: Any, run: Run) -> Any:
+    """Three batches of rows through one matrix and through one each, six times; before each 32 MiB are written."""
+    import torch
+
+    matrices, rows = run.randn(p.batch, p.matrix_side, p.matrix_side), run.randn(p.batch, p.matrix_side)
+    displaced, found = torch.empty(2**23), []
+    for batch in (1, 4, p.batch):
+        for _ in range(6):
+            displaced.fill_(0)
+            found.append(rows[:batch] @ matrices[0].mT)
+            displaced.fill_(0)
+            found.append(torch.bmm(matrices[:batch], rows[:batch, :, None]))
+    return found
+
+
+def cross_attention(p: Any, run: Run) -> Any:
+    """An encoder layer on two orders with and without positions, fourteen calls that read it, and one with padding."""
+    import torch
+
+    S, X, other = run.randn(p.kv_len, p.d_source), run.randn(p.q_len, p.d_model), run.randn(1, p.d_model)
+    pad_s, _ = run.randn(1, p.d_source), run.randn(1, p.d_model)
+    E = [run.randn(p.d_source, p.d_source) * p.d_source**-0.5 for _ in range(4)]
+    W_q, W_k, W_v, W_o = (run.randn(n, p.d_model) * n**-0.5 for n in (p.d_model, p.d_source, p.d_source, p.d_model))
+
+    def encode(x: Any, mask: Any = 0.0) -> Any:
+        q, k, v = (x @ W for W in E[:3])
+        return x + torch.softmax(q @ k.mT * p.d_source**-0.5 + mask, -1) @ v @ E[3]
+
+    def positions(length: int, width: int) -> Any:
+        angles = torch.arange(length)[:, None] * 10_000.0 ** -(torch.arange(0, width, 2) / width)
+        return angles.sin(), angles.cos()
+
+    def turn(x: Any) -> Any:
+        sin, cos = positions(x.shape[-2], x.shape[-1])
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+    def call(memory: Any, target: Any, mask: Any = 0.0, turned: str = "") -> Any:
+        q, k, v = (
+            (x @ W).unflatten(-1, (p.n_heads, -1)).transpose(0, 1)
+            for x, W in ((target, W_q), (memory, W_k), (memory, W_v))
+        )
+        q, k = turn(q) if "q" in turned else q, turn(k) if "k" in turned else k
+        weights = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5 + mask, -1)
+        return weights, (weights @ v).transpose(0, 1).flatten(-2) @ W_o
+
+    added = torch.stack(positions(p.kv_len, p.d_source + p.d_source % 2), -1).flatten(-2)[:, : p.d_source]
+    M, flipped, M_added, flipped_added = (encode(s) for s in (S, S.flip(0), S + added, S.flip(0) + added))
+    plain = call(M, X)[1]
+    cases = ((M, flipped, ""), (M, flipped, "q"), (M, flipped, "qk"), (M_added, flipped_added, ""))
+    sources = [call(m, X, turned=which)[1] for one, two, which in cases for m in (one.flip(0), two)]
+    still = [call(one, X, turned=which)[1] for one, _, which in cases[1:]]
+    targets = [call(M, x)[1] for x in (X.flip(0), torch.cat((X[:-1], other)))]
+    padded = torch.cat((S, pad_s.expand(p.padding_len, -1)))
+    mask = torch.zeros(len(padded), device=S.device)
+    mask[p.kv_len :] = -torch.inf
+    weights, out = call(encode(padded, mask), X, mask)
+    found = [(x - plain).abs().max() for x in (*sources, *still, targets[0].flip(0), out)]
+    return found, (targets[1] - plain)[:-1].abs().max(), weights[..., p.kv_len :].sum(-1).mean(), (weights > 0).sum(-1)
+
+
+def source_conditioning(p: Any, run: Run) -> Any:
+    """A layer with a prefix of each length, and with gated cross-attention at ten gates, forward and back."""
+    import torch
+
+    X, S, R = (run.randn(n, p.d_model) for n in (p.text_len, p.source_len, p.text_len))
+    own, other = ([run.randn(p.d_model, p.d_model) * p.d_model**-0.5 for _ in range(4)] for _ in range(2))
+    ln = torch.nn.functional.layer_norm
+
+    def heads(x: Any) -> Any:
+        return x.unflatten(-1, (p.n_heads, -1)).transpose(0, 1)
+
+    def attend(x: Any, x_kv: Any, W: Any, mask: Any = 0.0) -> Any:
+        q, k, v = heads(x @ W[0]), heads(x_kv @ W[1]), heads(x_kv @ W[2])
+        weights = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5 + mask, -1)
+        return weights, (weights @ v).transpose(0, 1).flatten(-2) @ W[3]
+
+    normed = ln(X, X.shape[-1:])
+    mask = torch.full((p.text_len, p.text_len), -torch.inf, device=X.device).triu(1)
+    plain = X + attend(normed, normed, own, mask)[1]
+    found = []
+    for n in [2**i for i in range(p.source_len.bit_length())] + [p.source_len]:
+        both = torch.cat((S[:n], normed))
+        weights, out = attend(normed, both, own, torch.cat((torch.zeros_like(mask[:, :1]).expand(-1, n), mask), 1))
+        found.append(weights[:, -1, n:].sum(-1).mean())
+    for gate in [i / 4 for i in range(9)] + [p.cross_gate]:
+        g = torch.tensor(gate, device=X.device, dtype=X.dtype, requires_grad=True)
+        W = [w.detach().requires_grad_() for w in other]
+        gated = plain + g.tanh() * attend(ln(plain, plain.shape[-1:]), S, W)[1]
+        gradients = torch.autograd.grad((gated * R).mean(), (g, *W))
+        found += [(gated - plain).abs().max(), gradients[0].abs(), sum(x.square().sum() for x in gradients[1:])]
+    return found, (X + out - plain).abs().max()
+
+
+def cross_cache(p: Any, run: Run) -> Any:
+    """Two passes of a small decoder behind a source, and one token by token behind both caches."""
+    import torch
+
+    d, h = p.d_model, p.n_heads
+    crosses = [[run.randn(d, d) / d**0.5 for _ in range(4)] for _ in range(p.n_layers)]
+    owns = [
+        [run.randn(d, d) / d**0.5 for _ in range(4)]
+        + [run.randn(4 * d, d) / d**0.5, run.randn(d, 4 * d) / (4 * d) ** 0.5]
+        for _ in range(p.n_layers)
+    ]
+    n = p.prompt_len + p.new_tokens - 1
+    X = run.randn(n, d)
+    S, S2 = (run.randn(p.source_len, d) for _ in range(2))
+    rates = 10_000.0 ** -(torch.arange(0, d // h, 2, device=X.device) / (d // h))
+    ln, attend = torch.nn.functional.layer_norm, torch.nn.functional.scaled_dot_product_attention
+
+    def heads(x: Any) -> Any:
+        return x.unflatten(-1, (h, -1)).transpose(0, 1)
+
+    def turn(x: Any, first: int) -> Any:
+        angles = torch.arange(first, first + x.shape[-2], device=x.device)[:, None] * rates
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1).to(x.dtype)
+
+    def extend(x: Any, cache: Any, source: Any) -> Any:
+        for i, (W, C) in enumerate(zip(owns, crosses, strict=True)):
+            y, first = ln(x, (d,)), 0 if cache[i] is None else cache[i][0].shape[-2]
+            q, k, v = turn(heads(y @ W[0].mT), first), turn(heads(y @ W[1].mT), first), heads(y @ W[2].mT)
+            if cache[i] is not None:
+                k, v = torch.cat((cache[i][0], k), -2), torch.cat((cache[i][1], v), -2)
+            cache[i] = k, v
+            x = x + attend(q[None], k[None], v[None], is_causal=len(x) > 1)[0].transpose(0, 1).flatten(-2) @ W[3].mT
+            q = heads(ln(x, (d,)) @ C[0].mT)
+            x = x + attend(q[None], source[i][0][None], source[i][1][None])[0].transpose(0, 1).flatten(-2) @ C[3].mT
+            x = x + torch.nn.functional.gelu(ln(x, (d,)) @ W[4].mT) @ W[5].mT
+        return x
+
+    def keys(source: Any) -> Any:
+        return [(heads(source @ C[1].mT), heads(source @ C[2].mT)) for C in crosses]
+
+    caches = [[None] * p.n_layers for _ in range(3)]
+    held = keys(S)
+    whole = extend(X, caches[0], held)
+    extend(X, caches[1], keys(S2))
+    extend(X[: p.prompt_len], caches[2], held)
+    steps = [extend(X[i : i + 1], caches[2], held) for i in range(p.prompt_len, n)]
+    changed = [(a[0] - b[0]).abs().max() for a, b in zip(caches[0], caches[1], strict=True)]
+    return (torch.cat(steps) - whole[p.prompt_len :]).abs().max(), changed
+
+
+def cross_attention_costs(p: Any, run: Run) -> Any:
+    """The products of each step's scores, and of first passes at nine lengths, counted without storage."""
+    import torch
+
+    from engine.operations import count_operations
+
+    d, d_k = p.d_model, p.d_model // p.n_heads
+    steps = range(p.prompt_len + 1, p.prompt_len + p.new_tokens)
+    pairs = [(1, length + source) for length in steps for source in (0, p.source_len)]
+    lengths = [p.source_len >> i for i in range(9)]
+    pairs += [(n + p.prompt_len, n + p.prompt_len) for n in lengths] + [(p.prompt_len, n) for n in lengths]
+    scores = [
+        [torch.empty(p.n_heads, *shape, device="meta") for shape in ((rows, d_k), (d_k, keys), (keys, d_k))]
+        for rows, keys in pairs
+    ]
+    matrix = torch.empty(d, d, device="meta")
+    tokens = [torch.empty(n + more, d, device="meta") for n in lengths for more in (0, p.prompt_len)]
+    with count_operations() as counted:
+        for q, k, v in scores:
+            torch.bmm(torch.bmm(q, k), v)
+        for x in tokens:
+            for _ in range(12):
+                torch.mm(x, matrix)
+    return counted
+
+
+def _standardized(x: Any, axes: tuple[int, ...]) -> Any:
+    """Less the mean, over the standard deviation."""
+    mean = x.mean(axes, keepdim=True)
+    return (x - mean) * ((x - mean).square().mean(axes, keepdim=True) + 1e-5).rsqrt()
+
+
+def norm_dependence(p: Any, run: Run) -> Any:
+    """BatchNorm of a copy of the batch for each overwritten token, backward of a copy for each output, two more."""
+    import torch
+
+    x, other = run.randn(2, p.batch, p.seq_len, p.d_model)
+    run.randn(p.d_model)
+    g, n = run.randn(p.d_model), p.batch * p.seq_len
+    each = torch.arange(n)
+    copies = x.repeat(n, 1, 1, 1)
+    copies.flatten(1, 2)[each, each] = other.flatten(0, 1)
+    plain = _standardized(x, (-3, -2))
+    found = [(_standardized(copies, (-3, -2)) - plain).abs().amax(-1)]
+    copies = x.repeat(n, 1, 1, 1).requires_grad_()
+    out = _standardized(copies, (-3, -2)).flatten(1, 2)[each, each] @ g
+    found.append(torch.autograd.grad(out.sum(), copies)[0].norm(dim=-1))
+    found.append(_standardized(torch.cat((x[:1], other[1:])), (-3, -2))[:1] - plain[:1])
+    first, one, two = (run.randn(b, p.seq_len, p.d_model) for b in (1, 32, 32))
+    for axes in ((-1,), (-2, -1), (-3,), (-3, -2)):
+        for b in (2, 4, 8, 16, 32):
+            outs = [_standardized(torch.cat((first, mates[: b - 1])), axes)[0] for mates in (one, two)]
+            found.append((outs[0] - outs[1]).square().mean().sqrt())
+    return found
+
+
+def norm_invariance(p: Any, run: Run) -> Any:
+    """Eight changes under four norms and once more, two gradients, a midpoint, and statistics of twenty batches."""
+    import torch
+
+    shape = (p.batch, p.seq_len, p.d_model)
+    W = run.randn(p.d_model, p.d_model) / p.d_model**0.5
+    x, upstream = run.randn(*shape), run.randn(*shape)
+    changed = [x @ W.mT] + [run.randn(*shape) @ W.mT for _ in range(8)]
+    earlier = torch.stack([run.randn(*shape) @ W.mT for _ in range(20)])
+    mean, variance = earlier.mean((0, 1, 2)), earlier.var((1, 2)).mean(0)
+    norms = [lambda a, axes=axes: _standardized(a, axes) for axes in ((-1,), (-1,), (-1,), (0, 1))]
+    norms.append(lambda a: (a - mean) * (variance + 1e-5).rsqrt())
+    found = []
+    for norm in norms:
+        outs = [norm(a) for a in changed]
+        found += [(out - outs[0]).square().mean().sqrt() for out in outs[1:]]
+    for factor in (1.0, p.scaled_by):
+        scaled = (factor * W).requires_grad_()
+        found.append(torch.autograd.grad((norms[0](x @ scaled.mT) * upstream).sum(), scaled)[0].norm())
+    a, b = changed[:2]
+    found.append(norms[0]((a + b) / 2) - (norms[0](a) + norms[0](b)) / 2)
+    found.append(torch.nn.functional.linear(x, W * (variance + 1e-5).rsqrt()[:, None], mean))
+    return found
+
+
+def running_statistics(p: Any, run: Run) -> Any:
+    """Mean and variance of every batch, running ones behind it, and 24 batches through both modes."""
+    import torch
+
+    mean, variance = torch.zeros(p.d_model), torch.ones(p.d_model)
+
+    def batch() -> Any:
+        common, own = run.randn(p.batch, 1, p.d_model), run.randn(p.batch, p.seq_len, p.d_model)
+        return 2 + 3 * (p.text_share**0.5 * common + (1 - p.text_share) ** 0.5 * own)
+
+    found, means = [], []
+    for _ in range(p.norm_updates):
+        x = batch()
+        new, spread = x.mean((0, 1)), x.var((0, 1))
+        mean, variance = mean.lerp(new, p.norm_momentum), variance.lerp(spread, p.norm_momentum)
+        means += [new, mean]
+    for _ in range(24):
+        x = batch()
+        outs = _standardized(x, (0, 1)), (x - mean) * (variance + 1e-5).rsqrt(), (x - 2) / 3
+        found += [(outs[i] - outs[j]).square().mean().sqrt() for i, j in ((0, 1), (0, 2), (1, 2))]
+    return torch.stack(means), found
+
+
+def future_readout(p: Any, run: Run) -> Any:
+    """Products of tokens in float64, raw and normalized, and the best prediction of the last; five more sizes."""
+    import torch
+
+    x = run.randn(p.n_batches, p.batch, p.seq_len, p.d_model)
+    tried = [x, _standardized(x, (1, 2))]
+    for b in (1, 2, 4, 8, 16):
+        tried.append(_standardized(run.randn(max(4, 32 // b), b, p.seq_len, p.d_model), (1, 2)))
+    found = []
+    for numbers in tried:
+        for half in numbers.chunk(2):
+            tokens = half.double().transpose(0, 2).flatten(1)
+            products = tokens @ tokens.mT
+            found.append(torch.linalg.pinv(products[:-1, :-1], hermitian=True) @ products[:-1, -1])
+    return found
+
+
+def text_resemblance(p: Any, run: Run) -> Any:
+    """The language model on the texts, its stream built up again, and variances between and within texts."""
+    import torch
+    from torch.nn.functional import gelu, layer_norm
+
+    from engine import language_model as model
+
+    weights = model.load_weights(run.device, run.dtype)
+    tokens = torch.randint(model.N_TOKENS, (p.n_texts, p.seq_len), generator=run.generator)
+    found = []
+    with torch.inference_mode():
+        trace = model.Trace()
+        model.forward(weights, tokens, trace=trace)
+        x = weights["embedding"][tokens]
+        stream = [x]
+        for layer, mixed in enumerate(trace.context):
+            x = x + mixed.transpose(1, 2).flatten(2) @ weights[f"{layer}.W_o"].mT
+            stream.append(x)
+            normed = layer_norm(x, (x.shape[-1],), weights[f"{layer}.norm_2"])
+            x = x + gelu(normed @ weights[f"{layer}.W_up"].mT) @ weights[f"{layer}.W_down"].mT
+            stream.append(x)
+        for x in stream:
+            x = x.double()
+            found += [x.mean(1).var(0), x.var(1).mean(0), x.flatten(0, 1).var(0)]
+        found.append(x.norm(dim=-1))
+    return found
+
+
+def window_reach(p: Any, run: Run) -> Any:
+    """Gradients of the last token behind each layer of random blocks, and behind two stacks of moving means."""
+    import torch
+
+    width, n = 12, p.seq_len
+    shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
+    layers = [[run.randn(*shape).double() / shape[1] ** 0.5 for shape in shapes] for _ in range(p.n_layers)]
+    at = torch.arange(n)
+    back = at[:, None] - at
+    hidden = (back < 0) | (back >= p.window)
+    angles = at[:, None] * 10000.0 ** (-torch.arange(3) / 3)
+    cos, sin = angles.cos().double(), angles.sin().double()
+
+    def turn(x: Any) -> Any:
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+    x = text = run.randn(n, width).double().repeat(width, 1, 1).requires_grad_()
+    found = []
+    for depth, (W_q, W_k, W_v, W_o, W_up, W_down) in enumerate(layers):
+        normed = torch.nn.functional.layer_norm(x, (width,))
+        q, k, v = ((normed @ W.mT).unflatten(-1, (2, -1)).transpose(-3, -2) for W in (W_q, W_k, W_v))
+        rows = torch.softmax((turn(q) @ turn(k).mT / 6**0.5).masked_fill(hidden, -torch.inf), -1)
+        x = x + (rows @ v).transpose(-3, -2).flatten(-2) @ W_o.mT
+        x = x + torch.nn.functional.gelu(torch.nn.functional.layer_norm(x, (width,)) @ W_up.mT) @ W_down.mT
+        last = depth + 1 == p.n_layers
+        found += torch.autograd.grad(x[:, -1].diagonal().sum(), text, retain_graph=not last)
+    for skip in (0, 1):
+        x = ones = torch.ones(n, 1, dtype=torch.float64, requires_grad=True)
+        for _ in range(p.n_layers):
+            x = skip * x + torch.softmax(torch.zeros(n, n).double().masked_fill(hidden, -torch.inf), -1) @ x
+        found += torch.autograd.grad(x[-1].sum(), ones)
+    return [x.norm(dim=-1) for x in found]
+
+
+def ring_cache(p: Any, run: Run) -> Any:
+    """One windowed pass over everything, then a token at a time against the slots."""
+    import torch
+
+    width, d_k, n, slots = 32, 16, p.seq_len, p.window + p.extra_slots
+    shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
+    layers = [[run.randn(*shape).double() / shape[1] ** 0.5 for shape in shapes] for _ in range(p.n_layers)]
+    text, _ = run.randn(n, width).double(), run.randn(n, width)
+
+    def read(x: Any, start: int, rings: Any) -> Any:
+        at = torch.arange(start, start + len(x))
+        angles = at[:, None] * 10000.0 ** (-torch.arange(8).double() / 8)
+        cos, sin = angles.cos(), angles.sin()
+
+        def turn(x: Any) -> Any:
+            a, b = x.chunk(2, -1)
+            return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+        for (W_q, W_k, W_v, W_o, W_up, W_down), ring in zip(layers, rings, strict=True):
+            normed = torch.nn.functional.layer_norm(x, (width,))
+            q, k, v = ((normed @ W.mT).unflatten(-1, (2, d_k)).transpose(-3, -2) for W in (W_q, W_k, W_v))
+            q, k, places = turn(q), turn(k), at
+            if ring:
+                keys, values, places = ring
+                keys[:, at % slots], values[:, at % slots], places[at % slots] = k, v, at
+                k, v = keys, values
+            back = at[:, None] - places
+            logits = (q @ k.mT / d_k**0.5).masked_fill((back < 0) | (back >= p.window) | (places < 0), -torch.inf)
+            x = x + (torch.softmax(logits, -1) @ v).transpose(-3, -2).flatten(-2) @ W_o.mT
+            x = x + torch.nn.functional.gelu(torch.nn.functional.layer_norm(x, (width,)) @ W_up.mT) @ W_down.mT
+        return x
+
+    def empty() -> Any:
+        return torch.zeros(2, slots, d_k).double(), torch.zeros(2, slots, d_k).double(), torch.full((slots,), -1)
+
+    rings = [empty() for _ in layers]
+    wanted = read(text, 0, [None] * p.n_layers)
+    return [(read(text[t : t + 1], t, rings) - wanted[t]).norm() for t in range(n)]
+
+
+def window_costs(p: Any, run: Run) -> Any:
+    """k and v of a layer without storage for both kinds of layer, at six lengths and in three stacks."""
+    import torch
+
+    from engine.model_shapes import SHAPES, weights
+
+    shape = SHAPES[p.model]
+    found = []
+    for n in (p.seq_len, p.seq_len, *(2**m for m in range(10, 20, 2) for _ in range(3))):
+        for window in (0, shape.window):
+            x = torch.empty(1, n, shape.d_model, dtype=torch.bfloat16, device="meta")
+            W = torch.empty(shape.d_model, shape.n_kv_heads * shape.d_k, dtype=torch.bfloat16, device="meta")
+            found.append(sum((x @ W)[:, -window:].clone().nbytes for _ in range(2)))
+    return found, [count * tensor.numel() for _, count, tensor in weights(shape, torch.bfloat16)]
+
+
+def windowed_reading(p: Any, run: Run) -> Any:
+    """Two passes of the language model over the same texts, with two masks."""
+    import torch
+
+    from engine import inputs, language_model
+
+    weights = language_model.load_weights(run.device, run.dtype)
+    tokens = inputs.draw_texts(run, "stories", p.n_texts, language_model.SEQ_LEN).tokens
+    back = torch.arange(128)[:, None] - torch.arange(128)
+    found = []
+    for hidden in (back < 0, (back < 0) | (back >= p.window)):
+        seen = []
+
+        def edit(_: int, row: Any, hidden: Any = hidden, seen: Any = seen) -> Any:
+            kept = row.masked_fill(hidden, 0)
+            seen.append(kept.mean((0, 1)))
+            return kept / kept.sum(-1, keepdim=True)
+
+        with torch.inference_mode():
+            token_logits = language_model.forward(weights, tokens, edit_weights=edit)
+            found.append((language_model.token_losses(token_logits, tokens).mean(0), seen))
+    return found
+
+
+def cache_allocation(p: Any, run: Run) -> Any:
+    """Lengths, and for each of four policies a number of tokens for each request and step.
+
+    Who gets which slots is decided request by request, which tensor operations can't do.
+    """
+    import torch
+
+    lengths = -torch.log1p(-run.rand(256, 2)) * torch.tensor([p.mean_prompt_tokens, p.mean_output_tokens]) + 0.5
+    steps = torch.arange(p.serving_steps)[:, None]
+    together = p.pool_slots // (p.mean_prompt_tokens + p.mean_output_tokens)
+    held = []
+    for _ in range(4):
+        tokens = lengths[:together, 0] + steps % (lengths[:together, 1] + 1)
+        held.append((tokens.sum(-1), (tokens / p.block_size).ceil().sum(-1)))
+    return held
+
+
+def paged_attention(p: Any, run: Run) -> Any:
+    """Keys and values in blocks, walked twice, gathered once, averaged once, and in one piece, for four sequences."""
+    import torch
+
+    lengths = (1 + run.rand(p.batch) * p.longest_sequence).long().tolist()
+    n_blocks = sum(-(-n // p.block_size) for n in lengths)
+    keys, values = (run.randn(n_blocks, p.n_kv_heads, p.block_size, p.d_k).double() for _ in range(2))
+    order, found = torch.randperm(n_blocks, generator=run.generator).tolist(), []
+    for length in lengths[:4]:
+        table = [order.pop() for _ in range(-(-length // p.block_size))]
+        q = run.randn(p.n_kv_heads, 1, p.d_k).double() * p.d_k**-0.5
+        k, v = (x[table].transpose(0, 1).flatten(1, 2)[:, :length] for x in (keys, values))
+        found += [torch.softmax(q @ k.mT, -1) @ v for _ in range(2)]
+        for _ in range(4):
+            m, total, out = q[..., 0] - float("inf"), q.new_zeros(p.n_kv_heads, 1), q.new_zeros(q.shape)
+            for block in table:
+                z = q @ keys[block].mT
+                new = m.maximum(z.amax(-1))
+                factor, powers = (m - new).exp(), (z - new[..., None]).exp()
+                total, out = total * factor + powers.sum(-1), out * factor[..., None] + powers @ values[block]
+                m = new
+            found.append(out / total[..., None])
+    return found
+
+
+def shared_blocks(p: Any, run: Run) -> Any:
+    """A number for each token of each branch, written one by one into slots for a key and a value, and read again."""
+    import torch
+
+    tokens = torch.arange(p.prompt_len + p.n_branches * p.new_tokens, dtype=torch.float32)
+    slots = [tokens.new_zeros(p.n_branches, p.prompt_len + p.new_tokens) for _ in range(2)]
+    for branch in range(p.n_branches):
+        for x in slots:
+            x[branch, : p.prompt_len] = tokens[: p.prompt_len]
+    for step in range(p.new_tokens):
+        for branch in range(p.n_branches):
+            for x in slots:
+                x[branch, p.prompt_len + step] = tokens[p.prompt_len + step * p.n_branches + branch]
+    return [(x == tokens[: x.shape[1]]).sum() for x in slots]
+
+
+def length_growth(p: Any, run: Run) -> Any:
+    """A product with each matrix of a layer and with one pair, the pairs of all lengths drawn, and two searches."""
+    import numpy as np
+    import torch
+
+    from engine.model_shapes import SHAPES, weights
+
+    shape, found = SHAPES[p.model], []
+    for name, _, weight in weights(shape, torch.bfloat16):
+        if weight.ndim > 1 and "norm" not in name:
+            found.append(
+                torch.empty(1, weight.shape[-1], dtype=torch.bfloat16, device="meta") @ weight.flatten(0, -2).mT
+            )
+    q = torch.empty(shape.n_heads, 1, shape.d_k, device="meta")
+    found.append(q @ q.mT @ q)
+    lengths = 2 ** np.arange(9, 22)
+    return found, np.outer(np.arange(1, 9), lengths * lengths), [lengths.sum() for _ in range(2 * 22)]
+
+
+def length_times(p: Any, run: Run) -> Any:
+    """Three ways of attention and six products with weights at six lengths, eight times each."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    d, found = p.n_heads * p.d_k, []
+    square, up = torch.ones(d, d), torch.ones(4 * d, d)
+    for n in (p.seq_len // 2**part for part in range(6)):
+        q = torch.arange(p.n_heads * n * p.d_k, dtype=torch.float32).sin_().view(p.n_heads, n, p.d_k)
+        x, hidden = q.reshape(n, d), torch.ones(n, 4 * d)
+        for _ in range(13):
+            found.append(torch.softmax(q @ q.mT * p.d_k**-0.5, -1) @ q)
+            found.append([torch.softmax(rows @ q.mT * p.d_k**-0.5, -1) @ q for rows in q.split(p.q_tile, 1)])
+            found.append(scaled_dot_product_attention(q[None], q[None], q[None]))
+            found.append([*(x @ square for _ in range(4)), x @ up.mT, hidden @ up])
+        found = found[-4:]
+    return found
+
+
+def mixing_layers(p: Any, run: Run) -> Any:
+    """A layer of each kind without storage at six lengths, and a signal through narrow ones at four."""
+    import torch
+
+    def empty(*shape: int) -> Any:
+        return torch.empty(shape, device="meta")
+
+    d, h, found = p.d_model, p.n_heads, []
+    W, W_4 = empty(d, d), empty(d, 4 * d)
+    for n in (16, 128, 1024, 8192):
+        q, one, x = empty(h, n, d // h), empty(1, d), empty(n, d)
+        window = q[..., None, :].expand(-1, -1, p.window, -1)
+        found += [q @ q.mT @ q, q @ (q.mT @ q), q[..., None, :] @ window.mT @ window]
+        found += [one @ W, one @ W, one @ W_4, one @ W_4, *(x @ W for _ in range(2 * p.conv_taps))]
+    for n in (4, 16, 64, p.seq_len):
+        x, W = torch.zeros(n, 4), torch.ones(4, 4)
+        for _ in range(2):
+            state = x[:1]
+            for row in x.split(1):
+                state = torch.tanh(row @ W + state @ W)
+        for _ in range(n // (p.conv_taps - 1)):
+            x = sum(x.roll(tap, 0) @ W for tap in range(p.conv_taps))
+        found.append((state, x))
+
+
+def running_sums(p: Any, run: Run) -> Any:
+    """Draw the steps, add them in four ways, each rounded where it is stored; one addition to a table of numbers."""
+    import torch
+
+    steps = p.step_mean * (1 + p.step_noise * run.randn(p.n_stores, p.n_kept_numbers))
+    chances = run.rand(p.n_stores, p.n_kept_numbers)
+    nearest = stochastic = compensated = kept = torch.full((p.n_kept_numbers,), p.start_value)
+    rest, spacing = torch.zeros(p.n_kept_numbers), 2.0**-7
+    for step, chance in zip(steps, chances, strict=True):
+        nearest = (nearest + step).bfloat16().float()
+        stochastic = ((stochastic + step) / spacing + chance).floor() * spacing
+        wanted = compensated + (step + rest)
+        compensated = wanted.bfloat16().float()
+        rest = (wanted - compensated).bfloat16().float()
+        kept = kept + step
+    probes = (1 + torch.arange(512) / 512) * (1 + 2.0 ** torch.arange(-14, -5, 0.25)[:, None])
+    return nearest, stochastic, compensated, kept, probes.bfloat16() == 1, probes.half() == 1
+
+
+def number_formats(p: Any, run: Run) -> Any:
+    """Numbers of every power of two, put into four formats and read again."""
+    import torch
+
+    x = 2.0 ** torch.arange(-32, 25)[:, None] * (1 + run.rand(57, p.n_drawn_values))
+    found = []
+    for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        found.append(((x.to(dtype).double() - x) / x).square().mean(1).sqrt())
+    return found
+
+
+def moment_formats(p: Any, run: Run) -> Any:
+    """Two running means in three formats, and the steps they make."""
+    import torch
+
+    g = p.gradient_std * run.randn(p.n_adam_steps, p.n_kept_numbers)
+    found = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        m = v = torch.zeros(p.n_kept_numbers)
+        for n in range(p.n_adam_steps):
+            m = 0.9 * m + 0.1 * g[n]
+            v = (p.beta_2 * v + (1 - p.beta_2) * g[n] ** 2).to(dtype).float()
+            found.append((m, v))
+    return found
+
+
+def gradient_range(p: Any, run: Run) -> Any:
+    """The language model forward and back in two formats, and a histogram."""
+    import torch
+
+    from engine import inputs, language_model
+
+    tokens = inputs.draw_texts(run, p.source, p.n_texts, p.seq_len).tokens
+    found = []
+    for dtype in (torch.float16, torch.float32):
+        weights = {name: w.to(dtype).requires_grad_() for name, w in language_model.load_weights().items()}
+        logits = language_model.forward(weights, tokens)
+        loss = language_model.token_losses(logits.float(), tokens).sum() / p.averaged_tokens
+        gradients = torch.autograd.grad(loss, [*weights.values(), logits])
+        found += [torch.cat([g.flatten().float() for g in gradients]), gradients[-1].float().abs().log2().histc(53)]
+    return found
+
+
+def autocast_types(p: Any, run: Run) -> Any:
+    """Eleven operations on two types, and a block forward and back three times."""
+    import torch
+    from torch.nn import functional as F
+
+    x, target, found = torch.ones(8, 8), torch.zeros(8, dtype=torch.int64), []
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for y in (x, x.bfloat16()):
+            found += [F.linear(y, x), y @ y, y.softmax(-1), F.layer_norm(y, (8,)), F.rms_norm(y, (8,)), F.gelu(y)]
+            found += [y.exp(), y.sum(-1), y + y, y + x, F.cross_entropy(y, target)]
+    n = p.d_model
+    shapes = ((3 * n, n), (n, n), (4 * n, n), (n, 4 * n))
+    drawn = [run.randn(*shape) / shape[1] ** 0.5 for shape in shapes]
+    x, target = run.randn(p.batch, p.seq_len, n), run.randn(p.batch, p.seq_len, n)
+    for dtype, cast in ((torch.float32, True), (torch.bfloat16, False), (torch.float32, False)):
+        W_qkv, W_o, W_up, W_down = (W.to(dtype, copy=True).requires_grad_() for W in drawn)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            y = x.to(dtype)
+            qkv = (F.layer_norm(y, (n,)) @ W_qkv.mT).unflatten(-1, (3, p.n_heads, -1)).transpose(1, 3)
+            q, k, v = qkv.unbind(2)
+            y = y + ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2) @ W_o.mT
+            y = y + F.gelu(F.layer_norm(y, (n,)) @ W_up.mT) @ W_down.mT
+            loss = F.mse_loss(y.float(), target)
+        found += torch.autograd.grad(loss, (W_qkv, W_o, W_up, W_down))
+    return found
+
+
+def encoder_decoder_costs(p: Any, run: Run) -> Any:
+    """The matrices of both layers and the tables on shapes, and two products for each step of both models."""
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    d, shapes = p.d_model, [*[(p.d_model, p.d_model)] * 8, (p.d_ff, p.d_model), (p.d_model, p.d_ff)]
+    numbers = sum(torch.empty(shape, device="meta").numel() for shape in [*shapes, *shapes[4:], (p.vocabulary, d)])
+    q = torch.empty(1, 1, d, device="meta")
+    flop = 0
+    for keys in range(1, p.target_len + 1):
+        for kv_len in (keys, p.source_len + keys):
+            k = q.new_empty(1, d, kv_len)
+            flop += flop_registry[torch.ops.aten.bmm](q, k, out_val=torch.bmm(q, k))
+    return numbers, flop
+
+
+def encoder_decoder_reach(p: Any, run: Run) -> Any:
+    """Both stacks on a copy for each token, on one sequence three times, and a stack of layers twice."""
+    import torch
+    from torch.nn import functional as F
+
+    d, n = p.d_model, p.source_len + p.target_len
+
+    def layer(attentions: int) -> list[Any]:
+        shapes = [*[(d, d)] * (4 * attentions), (4 * d, d), (d, 4 * d)]
+        return [run.randn(*shape) * shape[1] ** -0.5 for shape in shapes]
+
+    encoder, decoder = ([layer(k) for _ in range(p.n_layers)] for k in (1, 2))
+
+    def attend(W: list[Any], x: Any, source: Any, mask: Any) -> Any:
+        q, k, v = (
+            (y @ m.mT).unflatten(-1, (p.n_heads, -1)).transpose(-3, -2)
+            for m, y in zip(W[:3], (x, source, source), strict=True)
+        )
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return F.layer_norm(x + out.transpose(-3, -2).flatten(-2) @ W[3].mT, (d,))
+
+    def stack(layers: list[Any], x: Any, memory: Any = None, mask: Any = None) -> Any:
+        for W in layers:
+            x = attend(W, x, x, mask)
+            x = x if memory is None else attend(W[4:], x, memory, None)
+            x = F.layer_norm(x + (x @ W[-2].mT).relu() @ W[-1].mT, (d,))
+        return x
+
+    tokens, others, source = run.randn(n, d), run.randn(n, d), run.randn(p.source_len, d)
+    copies = tokens.repeat(n + 1, 1, 1)
+    copies[range(n), range(n)] = others
+    causal, whole = (torch.ones(length, length, dtype=torch.bool).tril() for length in (p.target_len, n))
+    memory = stack(encoder, copies[:, : p.source_len])
+    states = stack(decoder, copies[:, p.source_len :], memory, causal)
+    target = tokens[p.source_len :]
+    found = [stack(decoder, target, stack(encoder, source), causal) for _ in range(3)]
+    return [states, *found, *(stack(decoder, tokens, None, whole) for _ in range(2))]
+
+
+def masked_rank(p: Any, run: Run) -> Any:
+    """Weights under three masks in float64, their singular values and those of what they make of v."""
+    import torch
+
+    n, found = p.seq_len, []
+    q, k, v = (run.randn(n, width).double() for width in (p.d_k, p.d_k, p.d_v))
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    prefix = causal | (torch.arange(n) < p.prefix_tokens)
+    for keep in (causal, prefix, torch.ones_like(causal)):
+        weights = (q @ k.mT * p.d_k**-0.5).masked_fill(~keep, -torch.inf).softmax(-1)
+        found += [torch.linalg.svdvals(weights), torch.linalg.svdvals(weights @ v)]
+    return found, torch.linalg.svdvals(weights + torch.eye(n))
+
+
+def training_targets(p: Any, run: Run) -> Any:
+    """Masks of four objectives with their sums, and a small stack forward and back under the causal one."""
+    import torch
+    from torch.nn.functional import cross_entropy, rms_norm, silu
+
+    n, d = p.raw_tokens, 16
+    order = run.rand(3, n).argsort(-1)
+    masks = [torch.ones(n, n, dtype=torch.bool).tril() | (torch.arange(n) < prefix) for prefix in (1, n // 2, n, n)]
+    seen = [keep[:, order[0] >= 0].sum(-1) / n for keep in masks]
+    x = vectors = run.randn(1, n, d).requires_grad_()
+    for _ in range(p.n_layers):
+        W_q, W_k, W_v, W_o = run.randn(4, d, d) / d**0.5
+        W_up, W_gate, W_down = run.randn(2 * d, d) / 4, run.randn(2 * d, d) / 4, run.randn(d, 2 * d) / 6
+        h = rms_norm(x, (d,))
+        q, k, v = ((h @ W.mT).unflatten(-1, (2, -1)).transpose(1, 2) for W in (W_q, W_k, W_v))
+        weights = (q @ k.mT * 8**-0.5).masked_fill(~masks[0], -torch.inf).softmax(-1)
+        x = x + (weights @ v).transpose(1, 2).flatten(2) @ W_o.mT
+        h = rms_norm(x, (d,))
+        x = x + (silu(h @ W_gate.mT) * (h @ W_up.mT)) @ W_down.mT
+    loss = cross_entropy((rms_norm(x, (d,)) @ run.randn(32, d).mT)[0], (run.rand(n) * 32).long())
+    return seen, torch.autograd.grad(loss, vectors)
+
+
+def conversation_reuse(p: Any, run: Run) -> Any:
+    """A pass over the text so far at every turn, three times: a mask takes as long as another."""
+    import torch
+    from torch.nn.functional import gelu, layer_norm
+
+    from engine.positions import rotary_angles, rotate
+
+    d, length = p.d_model, p.turn_len + p.answer_len
+    shapes = ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d))
+    layers = [[run.randn(*shape).double() / shape[1] ** 0.5 for shape in shapes] for _ in range(p.n_layers)]
+    text, stored = run.randn(p.n_turns * length, d).double(), []
+    for _ in range(3):
+        for turn in range(1, p.n_turns + 1):
+            x, n = text[: turn * length], turn * length
+            angles, hidden = rotary_angles(torch.arange(n), d // 2), torch.ones(n, n, dtype=torch.bool).triu(1)
+            for W_qkv, W_o, W_up, W_down in layers:
+                q, k, v = (layer_norm(x, (d,)) @ W_qkv.mT).unflatten(-1, (3, 2, -1)).permute(1, 2, 0, 3)
+                q, k = rotate(q, angles), rotate(k, angles)
+                stored.append((k, v))
+                weights = (q @ k.mT * (d // 2) ** -0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+                x = x + (weights @ v).transpose(0, 1).flatten(1) @ W_o.mT
+                x = x + gelu(layer_norm(x, (d,)) @ W_up.mT) @ W_down.mT
+    return stored
+
+
+def norm_offset(p: Any, run: Run) -> Any:
+    """Two norms of the tokens and at nine offsets, a gradient, Jacobians of some tokens and their singular values."""
+    import torch
+
+    z, upstream = run.randn(p.normed_tokens, p.d_model), run.randn(p.normed_tokens, p.d_model)
+    norms = [lambda x: x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt(), lambda x: _standardized(x, (-1,))]
+    x = (p.token_offset + p.token_std * z).requires_grad_()
+    found = [torch.autograd.grad((norms[0](x) * upstream).sum(), x)]
+    for norm in norms:
+        found.append(norm(x).square().mean())
+        for ratio in range(9):
+            out = norm(z + ratio)
+            found.append((out - out.mean(-1, keepdim=True)).square().mean())
+        copies = x[:4, None, :64].repeat(1, min(64, p.d_model), 1)
+        (rows,) = torch.autograd.grad(norm(copies).diagonal(dim1=-2, dim2=-1).sum(), copies)
+        found.append(torch.linalg.svdvals(rows.cpu().double()))
+    return found
+
+
+def norm_precision(p: Any, run: Run) -> Any:
+    """Tokens normalized in float16, and of two of them 21 sizes in two formats, each in the format and in float32."""
+    import torch
+
+    def normed(x: Any, inner: Any) -> Any:
+        return (inner * (inner.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+    z = run.randn(p.normed_tokens, p.d_model)
+    gain = 1 + 0.3 * run.randn(p.d_model)
+    x = (p.token_std * z).half()
+    found = [normed(x, x).double().square().mean(), (normed(x, x) * gain.half()).double() - normed(x, x.double())]
+    for power in range(21):
+        y = 10.0 ** (power / 2 - 6) * z[:2, :256]
+        found += [normed(y, y).square().mean(), (y / (y.square().mean(-1, keepdim=True).sqrt() + 1e-6)).square().mean()]
+        for dtype in (torch.float16, torch.bfloat16):
+            low = y.to(dtype)
+            for inner in (low, low.float()):
+                out, exact = normed(low, inner) * gain[:256].to(dtype), normed(low, low.double()).double()
+                found += [((out.double() - exact).square().mean() / exact.square().mean()).sqrt()]
+    return found
+
+
+def norm_rewriting(p: Any, run: Run) -> Any:
+    """The language model on the texts in five forms, and the loss of each."""
+    import torch
+
+    from engine import language_model as model
+
+    weights = model.load_weights(run.device, run.dtype)
+    tokens = torch.randint(model.N_TOKENS, (p.n_texts, p.seq_len), generator=run.generator)
+    with torch.inference_mode():
+        found = [model.forward_fast(weights, tokens) for _ in range(5)]
+        return [model.token_losses(logits, tokens).mean() for logits in found]
+
+
+def norm_costs(p: Any, run: Run) -> Any:
+    """Two norms on tensors without storage, as steps and as PyTorch's calls, and a product."""
+    import torch
+
+    x = torch.empty(p.normed_tokens, p.d_model, device="meta", dtype=torch.bfloat16)
+    gain, W = x.new_empty(p.d_model), x.new_empty(p.d_model, 3 * p.d_model)
+    centred = x - x.mean(-1, keepdim=True)
+    found = [centred * (centred.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gain]
+    found.append(x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gain)
+    found.append(torch.nn.functional.layer_norm(x, x.shape[-1:], gain))
+    return [*found, torch.nn.functional.rms_norm(x, x.shape[-1:], gain), x @ W]
+
+
+def _wired(W: Any, x: Any, steps: Any, carried: Any, norm: bool = False, keep: Any = None) -> Any:
+    """A stack of attention (a) and feed-forward networks (f), what is carried of x times x added."""
+    import torch
+    from torch.nn.functional import gelu, layer_norm
+
+    for layer, kind in steps:
+        read = layer_norm(x, x.shape[-1:]) if norm else x
+        q, k, v, o, up, down = (w[..., layer, None, :, :] for w in W)
+        if kind == "a":
+            logits = (read @ q) @ (read @ k).mT * x.shape[-1] ** -0.5
+            logits = logits if keep is None else logits.masked_fill(~keep, -torch.inf)
+            x = carried * x + logits.softmax(-1) @ (read @ v) @ o
+        else:
+            x = carried * x + gelu(read @ up) @ down
+    return x
+
+
+def _drawn_stack(run: Run, n_layers: int, d: int) -> Any:
+    shapes = ((d, d),) * 4 + ((d, 4 * d), (4 * d, d))
+    return [run.randn(n_layers, *shape) / shape[0] ** 0.5 for shape in shapes]
+
+
+def depth_signal(p: Any, run: Run) -> Any:
+    """Three stacks side by side, forward and back, with the gradient at every layer."""
+    import torch
+
+    W = [w.repeat(3, 1, 1, 1) for w in _drawn_stack(run, p.n_layers, p.d_model)]
+    carried = torch.tensor([0.0, 1.0, 1.0]).view(3, 1, 1, 1)
+    xs = [run.randn(3, 1, p.seq_len, p.d_model).requires_grad_()]
+    for layer in range(p.n_layers):
+        xs += [_wired(W, xs[-1], [(layer, "a")], carried)]
+        xs += [_wired(W, xs[-1], [(layer, "f")], carried)]
+    return torch.autograd.grad(xs[-1], xs[:-1], run.randn(*xs[-1].shape)), [x.square().mean((1, 2, 3)) for x in xs]
+
+
+def token_collapse(p: Any, run: Run) -> Any:
+    """Six stacks one after another, in float64, and the spread of the tokens after each layer."""
+    W = [w.double() for w in _drawn_stack(run, p.n_layers, p.d_model)]
+    x, found = run.randn(1, p.seq_len, p.d_model).double(), []
+    for kinds, carried, norm in (("a", 0, 0), ("a", 0, 1), ("af", 0, 0), ("a", 1, 0), ("af", 1, 1), ("af", 1, 1)):
+        y = x
+        for layer in range(p.n_layers):
+            y = _wired(W, y, [(layer, kind) for kind in kinds], carried, bool(norm))
+            found.append((y - y.mean(-2, keepdim=True)).norm() / y.norm())
+    return found
+
+
+def path_spectrum(p: Any, run: Run) -> Any:
+    """The Jacobian of every layer for three stacks, multiplied, with all singular values."""
+    import torch
+
+    n = p.seq_len * p.d_model
+    W = [w.repeat(3, 1, 1, 1) for w in _drawn_stack(run, p.n_layers, p.d_model)]
+    carried = torch.tensor([0.0, 1.0, 1.0]).view(3, 1, 1, 1)
+    x = run.randn(1, 1, p.seq_len, p.d_model).repeat(3, n, 1, 1)
+    product, found = torch.eye(n, dtype=torch.float64), []
+    for layer in range(p.n_layers):
+        x = x.detach().requires_grad_()
+        y = _wired(W, x, [(layer, "a"), (layer, "f")], carried)
+        (rows,) = torch.autograd.grad(y, x, torch.eye(n).view(1, n, p.seq_len, p.d_model).repeat(3, 1, 1, 1))
+        product = rows.flatten(2).double() @ product
+        found.append(torch.linalg.svdvals(product))
+        x = y
+    return found
+
+
+def stream_parts(p: Any, run: Run) -> Any:
+    """One pass over the texts and six without a branch, each from the start, with 13 losses on the way."""
+    from engine import inputs, language_model
+
+    weights = language_model.load_weights()
+    tokens = inputs.draw_texts(run, "stories", p.n_texts, p.seq_len).tokens
+    found = []
+    for _ in range(7):
+        token_logits = language_model.forward_fast(weights, tokens)
+        found += [language_model.token_losses(token_logits, tokens).sum()] * 2
+    return found
+
+
+def joined_streams(p: Any, run: Run) -> Any:
+    """Two stacks of six matrices a layer, without storage."""
+    import torch
+
+    d, count = p.d_model, 0
+    for grows in (0, 1):
+        for layer in range(p.n_layers):
+            one, two = (1 + grows * 2 * layer) * d, (1 + grows * (2 * layer + 1)) * d
+            for rows, columns in (*((one, d),) * 3, (d, d), (two, 4 * d), (4 * d, d)):
+                count += torch.empty(rows, columns, device="meta").numel()
+    return count
+
+
+def sublayer_linearity(p: Any, run: Run) -> Any:
+    """An attention layer and an FFN in float64: forward on x, y and both, one backward pass a copy, singular values."""
+    import torch
+
+    n, d, h = p.seq_len, p.d_model, p.n_heads
+    basis = run.randn(p.token_rank, d).double()
+    x, y = (run.randn(n, p.token_rank).double() @ basis for _ in range(2))
+    W_q, W_k, W_v = (run.randn(h, d // h, d).double() / d**0.5 for _ in range(3))
+    W_o, W_up = run.randn(h, d, d // h).double() / d**0.5, run.randn(p.d_ff, d).double() / d**0.5
+    W_down = run.randn(d, p.d_ff).double() / p.d_ff**0.5
+
+    def attend(x: Any) -> Any:
+        x = x.unsqueeze(-3)
+        weights = torch.softmax((x @ W_q.mT) @ (x @ W_k.mT).mT * (d // h) ** -0.5, -1)
+        return (weights @ (x @ W_v.mT) @ W_o.mT).sum(-3)
+
+    def feed_forward(x: Any) -> Any:
+        return torch.nn.functional.gelu(x @ W_up.mT) @ W_down.mT
+
+    found = []
+    for layer in (attend, feed_forward):
+        copies = x.expand(n, -1, -1).clone().requires_grad_()
+        found += torch.autograd.grad(layer(copies).diagonal(dim1=0, dim2=1).sum(), copies)
+        out = layer(x)
+        found += [torch.linalg.svdvals(out), (layer(x + y) - out - layer(y)).norm()]
+    return found
+
+
+def fact_memory(p: Any, run: Run) -> Any:
+    """Two least-squares fits for each number of facts, one lookup, and products with all answers."""
+    import torch
+
+    keys, answers = run.randn(512, p.d_model).double(), run.randn(p.n_answers, p.d_model).double()
+    right = torch.randint(p.n_answers, (512,), generator=run.generator)
+    hidden = torch.nn.functional.gelu(keys @ run.randn(p.d_ff, p.d_model).double().mT)
+    found = []
+    for n in sorted({8, 16, 32, 64, 128, 256, 512, p.n_facts}):
+        wanted = answers[right[:n]]
+        stored = keys[: min(n, p.d_ff)]
+        for x in (keys[:n], hidden[:n]):
+            found.append((x @ (torch.linalg.pinv(x) @ wanted) @ answers.mT).argmax(-1))
+        found.append((torch.relu(keys[:n] @ stored.mT) @ wanted[: len(stored)] @ answers.mT).argmax(-1))
+    return found
+
+
+def sublayer_ablation(p: Any, run: Run) -> Any:
+    """The language model over texts for the means, as it is, and with eight sets of sublayers replaced."""
+    import torch
+
+    from engine import language_model
+
+    weights = language_model.load_weights(run.device, run.dtype)
+    with torch.inference_mode():
+        language_model.forward(weights, torch.randint(96, (8, p.seq_len), generator=run.generator))
+        tokens = torch.randint(96, (p.n_texts, p.seq_len), generator=run.generator)
+        return [language_model.token_losses(language_model.forward(weights, tokens), tokens).mean() for _ in range(9)]
+
+
+def neuron_contexts(p: Any, run: Run) -> Any:
+    """The language model over all texts; for each layer's units the sums by character, their squares, and the top."""
+    import torch
+
+    from engine import language_model
+
+    weights = language_model.load_weights(run.device, run.dtype)
+    tokens = torch.randint(96, (p.n_texts, 96), generator=run.generator)
+    kept = []
+    with torch.inference_mode():
+        language_model.forward(weights, tokens, edit_hidden=lambda _, h: kept.append(h.flatten(0, 1)) or h)
+        here = torch.nn.functional.one_hot(tokens.flatten(), 96).to(run.dtype)
+        sums = [((here.mT @ (h - h.mean(0))).square().sum(0), h.var(0)) for h in kept]
+        return sums, kept[p.layer][:, p.hidden_unit].topk(10)
+
+
+def teacher_forcing(p: Any, run: Run) -> Any:
+    """A decoder on a sequence and on each of its prefixes, forward and back; and back once for each position."""
+    import torch
+    from torch.nn.functional import cross_entropy, gelu, layer_norm
+
+    d, n = p.d_model, p.seq_len
+    leaves = [run.randn(16, d).double(), run.randn(n, d).double()]
+    shapes = ((d, d), (d, d), (d, d), (d, d), (4 * d, d), (d, 4 * d))
+    leaves += [run.randn(*shape).double() / shape[1] ** 0.5 for _ in range(p.n_layers) for shape in shapes]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    tokens = torch.randint(16, (n + 1,), generator=run.generator)
+
+    def read(x: Any) -> Any:
+        for i in range(2, len(leaves), 6):
+            W_q, W_k, W_v, W_o, W_up, W_down = leaves[i : i + 6]
+            h = layer_norm(x, (d,))
+            q, k, v = ((h @ W.mT).unflatten(-1, (p.n_heads, -1)).transpose(0, 1) for W in (W_q, W_k, W_v))
+            hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+            weights = torch.softmax((q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf), -1)
+            x = x + (weights @ v).transpose(0, 1).flatten(1) @ W_o.mT
+            x = x + gelu(layer_norm(x, (d,)) @ W_up.mT) @ W_down.mT
+        return layer_norm(x, (d,)) @ leaves[0].mT / d**0.5
+
+    x = leaves[0][tokens[:-1]] + leaves[1]
+    losses = cross_entropy(read(x), tokens[1:], reduction="none")
+    found = [*torch.autograd.grad(losses.sum(), leaves, retain_graph=True)]
+    found += [torch.autograd.grad(losses[t], x, retain_graph=True)[0] for t in range(n - 1)]
+    for length in range(1, n + 1):
+        logits = read(leaves[0][tokens[:length]] + leaves[1][:length])
+        found += torch.autograd.grad(cross_entropy(logits[-1:], tokens[length : length + 1]), leaves)
+    return found
+
+
+def dependent_operations(p: Any, run: Run) -> Any:
+    """Three kinds of layer on all tokens and on one after another, watched; one of them once more, unwatched."""
+    import torch
+    from torch.nn.functional import gelu, layer_norm
+
+    from engine.watching import watching
+
+    d, n = 32, p.seq_len
+    W = [run.randn(d, d) / d**0.5 for _ in range(8)]
+    W_up, W_down, E = run.randn(4 * d, d) / d**0.5, run.randn(d, 4 * d) / (4 * d) ** 0.5, run.randn(16, d)
+    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+    found, alive = [], []
+
+    def attention(x: Any, cache: Any) -> Any:
+        h = layer_norm(x, (d,))
+        q, k, v = ((h @ w).unflatten(-1, (2, -1)).transpose(0, 1) for w in W[:3])
+        k, v = torch.cat((cache[0], k), 1), torch.cat((cache[1], v), 1)
+        cache[:] = k, v
+        logits = (q @ k.mT * (d / 2) ** -0.5).masked_fill(hidden[k.shape[1] - len(x) : k.shape[1], : k.shape[1]], -9.0)
+        x = x + (torch.softmax(logits, -1) @ v).transpose(0, 1).flatten(1) @ W[3]
+        return x + gelu(layer_norm(x, (d,)) @ W_up.mT) @ W_down.mT
+
+    def recurrence(x: Any, state: Any) -> Any:
+        rows = []
+        for row in x.split(1):
+            state[0] = (layer_norm(row, (d,)) @ W[4] + state[0] @ W[5]).tanh()
+            rows.append(row + state[0])
+        return torch.cat(rows)
+
+    def scan(x: Any, state: Any) -> Any:
+        h = layer_norm(x, (d,))
+        a, b = (h @ W[6]).sigmoid(), h @ W[7]
+        reach = 1
+        while reach < len(x):
+            b = a * torch.cat((torch.zeros_like(b[:reach]), b[:-reach])) + b
+            a, reach = a * torch.cat((torch.ones_like(a[:reach]), a[:-reach])), 2 * reach
+        states = a * state[0] + b
+        state[0] = states[-1:]
+        return x + states
+
+    def run_all(layer: Any, known: bool) -> None:
+        state = [torch.zeros(2, 0, d // 2)] * 2 if layer is attention else [torch.zeros(1, d)]
+        tokens = torch.arange(n) % 16 if known else torch.zeros(1, dtype=torch.int64)
+        for _ in range(1 if known else n):
+            x = E[tokens]
+            for _ in range(p.n_layers):
+                x = layer(x, state if p.n_layers == 1 else list(state))
+            logits = layer_norm(x, (d,)) @ E.mT
+            tokens = logits[-1:].argmax(-1)
+            found.append(logits)
+
+    with torch.no_grad():
+        for layer in (attention, recurrence, scan):
+            for known in (True, False):
+                with watching(lambda func, args, kwargs, out: alive.append(out)):
+                    run_all(layer, known)
+        run_all(attention, True)
+        run_all(attention, False)
+    return found
+
+
+def error_in_prefix(p: Any, run: Run) -> Any:
+    """The beginnings, two branches behind each, and one token after another, through the model."""
+    import torch
+
+    from engine import inputs, language_model
+
+    weights = language_model.load_weights(run.device, run.dtype)
+    length = 2 * p.string_len + 4
+    tokens = inputs.draw_texts(run, "repeats", p.n_texts, length + p.wrong_in_a_row + p.places_after).tokens
+    with torch.inference_mode():
+        found = [language_model.forward_fast(weights, tokens[:, :length])]
+        found += [language_model.forward_fast(weights, tokens[:, length:]) for _ in range(2)]
+        found += [language_model.forward_fast(weights, tokens[:, :1]) for _ in range(p.places_after)]
+    return found
+
+
+def logit_growth(p: Any, run: Run) -> Any:
+    """The chosen form once, four forms at nine weight gains, two again for the rows."""
+    import torch
+
+    unit = [x / x.square().mean(-1, keepdim=True).sqrt() for x in (run.randn(64, 128), run.randn(p.kv_len, 128))]
+    q, k = (x @ (run.randn(128, p.d_k) * 128**-0.5) for x in unit)
+    found = []
+    for _ in range(4 * 9 + 3):
+        logits = q @ k.mT * p.d_k**-0.5
+        weights = torch.softmax(logits, -1)
+        found += [logits.abs().max(), torch.special.xlogy(weights, weights).sum(-1)]
+    return found
+
+
+def gain_bounds(p: Any, run: Run) -> Any:
+    """Singular values of the 2 x 2 blocks of all pairs at forty distances, and two products of random vectors."""
+    import torch
+
+    first = torch.full((p.d_k // 2,), 1 + p.channel_gain_std, dtype=torch.float64)
+    gain_q = torch.cat((first, 1 / first))
+    gain_k = 1 / gain_q
+    angles = torch.arange(40)[:, None] * p.base ** -(torch.arange(0, p.d_k, 2, dtype=torch.float64) / p.d_k)
+    turned = torch.stack((angles.cos(), -angles.sin(), angles.sin(), angles.cos()), -1).unflatten(-1, (2, 2))
+    blocks = gain_q.view(2, -1).mT[:, :, None] * turned * gain_k.view(2, -1).mT[:, None]
+    q, k = run.randn(64, p.d_k), run.randn(64, p.d_k)
+    return torch.linalg.svdvals(blocks).amax(-1), (q @ k.mT).abs().max(), (q @ k.mT).abs().max()
+
+
+def retrieval_ceiling(p: Any, run: Run) -> Any:
+    """Random keys of one length, those of ten others for the table; log weights of the own keys."""
+    import torch
+
+    found = []
+    for n in (p.kv_len, *(2**power for power in range(1, 11))):
+        k = run.randn(n, p.d_k)
+        k = k / k.norm(dim=-1, keepdim=True)
+        found.append(torch.log_softmax(p.logits_limit * k[:64] @ k.mT, -1).diagonal().mean())
+    return found
+
+
+def norm_placement(p: Any, run: Run) -> Any:
+    """Five stacks, forward and backward, one step along the sign of the gradients, forward again; sums by layer."""
+    import torch
+    from torch.nn.functional import cross_entropy, gelu, layer_norm
+
+    d, width, n = p.d_model, 4 * p.d_model, p.n_layers
+    shapes = {"q": (d, d), "k": (d, d), "v": (d, d), "o": (d, d), "up": (d, width), "down": (width, d)}
+    drawn = {name: run.randn(n, *shape) / shape[0] ** 0.5 for name, shape in shapes.items()}
+    W_u, x0 = run.randn(d, 16) / d**0.5, run.randn(2, p.seq_len, d)
+    target = (run.rand(2, p.seq_len) * 16).long().clamp_max(15).flatten()
+    alpha, beta = (2 * n) ** 0.25, (8 * n) ** -0.25
+    found = []
+
+    def norm(x: Any) -> Any:
+        return layer_norm(x, (d,))
+
+    def forward(layers: list[dict[str, Any]], before: bool, behind: bool, after: bool, skip: float) -> list[Any]:
+        x, kept = x0, []
+        for W in layers:
+            y = norm(x) if before else x
+            q, k, v = ((y @ W[name]).unflatten(-1, (2, -1)).transpose(1, 2) for name in "qkv")
+            f = (torch.softmax(q @ k.mT * (d // 2) ** -0.5, -1) @ v).transpose(1, 2).flatten(2) @ W["o"]
+            x = skip * x + (norm(f) if behind else f)
+            x = norm(x) if after else x
+            y = norm(x) if before else x
+            f = gelu(y @ W["up"]) @ W["down"]
+            share = f.square().mean() / x.square().mean()
+            x = skip * x + (norm(f) if behind else f)
+            x = norm(x) if after else x
+            kept.append((x, x.square().mean(), share, norm(x)))
+        return kept
+
+    for before, behind, after, skip in (
+        (True, False, False, 1.0),
+        (False, False, True, 1.0),
+        (False, True, False, 1.0),
+        (True, True, False, 1.0),
+        (False, False, True, alpha),
+    ):
+        small = beta if skip > 1 else 1.0
+        layers = [
+            {name: (W[i] * (1.0 if name in "qk" else small)).requires_grad_() for name, W in drawn.items()}
+            for i in range(n)
+        ]
+        start = forward(layers, before, behind, after, skip)
+        weights = [W for layer in layers for W in layer.values()]
+        gradients = torch.autograd.grad(cross_entropy((norm(start[-1][0]) @ W_u).flatten(0, 1), target), weights)
+        with torch.no_grad():
+            stepped = iter([W - p.weight_step * g.sign() for W, g in zip(weights, gradients, strict=True)])
+            moved = forward([{name: next(stepped) for name in layer} for layer in layers], before, behind, after, skip)
+            found.append([(m[3] - s[3]).square().mean() for m, s in zip(moved, start, strict=True)])
+            found.append([g.norm() for g in gradients[5::6]])
+    return found

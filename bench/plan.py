@@ -25,7 +25,18 @@ MINUTES = 30
 HORIZONS = (7, 14, 30)
 MISSED_DAYS = 0.15  # of all days
 SPREAD = 0.3  # of the logarithm of each parameter
-SECONDS, SECONDS_SPREAD = 40.0, 0.4  # median time of an answer, spread of its logarithm over items
+SECONDS_SPREAD = 0.1  # of the logarithm of an item's time, around the time of its kind: that of the deck
+OF_KIND = {
+    "choice": 9,
+    "numeric": 2,
+    "predict": 2,
+    "order": 1,
+    "cloze": 2,
+    "shape": 1,
+    "count": 2,
+    "recall": 1,
+}  # a card
+KINDS = np.resize([kind for kind, n in OF_KIND.items() for _ in range(n)], ITEMS)  # in the order of the deck
 LATER = np.array([0.15, 0.7, 0.15])  # hard, good, easy, of later reviews that succeed
 
 # What the parameters of FSRS may be, of those whose drawn values could leave their range.
@@ -80,7 +91,8 @@ def by_plan(belief: Memories, day: int, interview: int, seconds: Array) -> Array
     """What the recall of the date gains for its time: study/plan.py."""
     left = interview - day
     without, with_it, takes = plan.weigh(belief.stability, belief.difficulty, day - belief.last, left, seconds)
-    return np.where(with_it - without >= plan.LEAST_GAIN, (with_it - without) / takes, -np.inf)
+    worth = np.where(with_it - without >= plan.LEAST_GAIN, (with_it - without) / takes, -np.inf)
+    return -plan.in_turn(worth, np.broadcast_to(takes, worth.shape), KINDS)
 
 
 def by_due_date(belief: Memories, day: int, interview: int, seconds: Array) -> Array:
@@ -105,7 +117,8 @@ def simulate(policy: Policy, interview: int, *, n_learners: int = LEARNERS, seed
     for parameter, (low, high) in _RANGES.items():
         w[..., parameter] = w[..., parameter].clip(low, high)
     truth, belief = Memories.empty(w, n_learners), Memories.empty(DEFAULT[None, None], n_learners)
-    seconds = np.exp(chance.normal(np.log(SECONDS), SECONDS_SPREAD, (1, ITEMS)))
+    usual = [plan.SECONDS[kind] for kind in KINDS]
+    seconds = np.exp(chance.normal(np.log(usual), SECONDS_SPREAD, (1, ITEMS)))
     for day in range(interview):
         there = chance.random((n_learners, 1)) >= MISSED_DAYS
         new, recalled = np.isnan(truth.stability), truth.recall(day)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from bench.measure import Row, quietness
 
-SUBJECTS = ("cold_start", "repaint", "readers", "experiments", "sweep", "claims", "memory", "study", "plan")
+SUBJECTS = ("cold_start", "repaint", "grading", "readers", "experiments", "sweep", "claims", "memory", "study", "plan")
 
 
 def show(row: Row) -> str:

@@ -76,7 +76,7 @@ def made_items(card: Card) -> list[tuple[str, str]]:
     """(kind, id) of every quiz item that a card has: the written ones, and those made of its other parts."""
     items = [(str(item.kind), item.id) for item in card.quiz]
     items += [("choice", m.id) for m in card.mistakes]
-    if len(card.derivation) >= 3:
+    if card.built_on():
         items.append(("order", "order"))
     return [*items, ("recall", "recall")]
 
@@ -301,6 +301,13 @@ def _steps(page: Page, card: Card) -> None:
         "zh": "同上|如上|上一步|前一步|上述|上式|上面",
     }
     for n, step in enumerate(card.derivation):
+        if any(number > n for number in step.builds_on or ()):
+            page.error(
+                ("derivation", n, "builds_on"),
+                f"step {n + 1} builds on earlier steps, numbers from 1 to {n}"
+                if n
+                else "the first step builds on none; write [], or leave it out",
+            )
         for name in ("step", "because"):
             for language in LANGUAGES:
                 if m := re.search(pattern[language], getattr(step, name).get(language), re.IGNORECASE):

@@ -280,6 +280,8 @@ class Step(Model):
     tex: Prose
     because: Text
     check: ClaimId | None = None
+    builds_on: tuple[Annotated[int, Strict(), Field(ge=1)], ...] | None = None
+    """Numbers, from 1, of the earlier steps that this one needs; left out: the one before it."""
 
 
 class Lab(Model):
@@ -508,6 +510,19 @@ class Card(Model):
 
     def claim(self, claim_id: str) -> Claim:
         return next(c for c in self.claims if c.id == claim_id)
+
+    def built_on(self) -> dict[int, tuple[int, ...]]:
+        """The steps that can be put in order, by their place from 0, each with those that it builds on.
+
+        Left out are steps that build on none and on which none builds; empty where fewer than three are left.
+        """
+        needs = {
+            place: tuple(n - 1 for n in step.builds_on) if step.builds_on is not None else (place - 1,) * (place > 0)
+            for place, step in enumerate(self.derivation)
+        }
+        needed = {place for places in needs.values() for place in places}
+        linked = {place: places for place, places in needs.items() if places or place in needed}
+        return linked if len(linked) >= 3 else {}
 
     def lab(self, lab_id: str) -> Lab:
         return next(lab for lab in self.labs if lab.id == lab_id)

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.timing import nothing, times_s
+import numpy as np
+
+from engine.base import Table
+from engine.timing import nothing, times_s, varied
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +53,29 @@ def roofline_flop_per_s(intensity: float, ceilings: Ceilings) -> float:
 def ridge_flop_per_byte(ceilings: Ceilings) -> float:
     """The intensity from which on the matrix rate is the bound, and no longer the memory."""
     return ceilings.matmul_flop_per_s / ceilings.copy_bytes_per_s
+
+
+def least_s(flop: float, moved_bytes: float, ceilings: Ceilings) -> float:
+    """Seconds that neither bound lets work fall below."""
+    return max(flop / ceilings.matmul_flop_per_s, moved_bytes / ceilings.copy_bytes_per_s)
+
+
+def under_roofline(
+    by: str, points: Sequence[tuple[str, float, float]], ceilings: Ceilings, *, x: str = "flop_per_byte"
+) -> Table:
+    """A row for each point (its series, operations for each byte, rate), and three for the roofline: its corner, and
+    ends beyond all points. ``by`` and ``x`` name the columns of the series and of the intensities.
+    """
+    ridge = ridge_flop_per_byte(ceilings)
+    marks = sorted([ridge, *(intensity for _, intensity, _ in points)])
+    corners = [("roofline", at, roofline_flop_per_s(at, ceilings)) for at in (marks[0] / 2, ridge, marks[-1] * 2)]
+    series, intensities, rates = zip(*points, *corners, strict=True)
+    return {
+        by: np.array(series),
+        x: np.array(intensities),
+        "flop_per_s": np.array(rates),
+        "roofline_flop_per_s": np.array([roofline_flop_per_s(intensity, ceilings) for intensity in intensities]),
+    }
 
 
 _known: dict[tuple[str, str], Ceilings] = {}
@@ -87,14 +113,14 @@ def measure(device: torch.device, dtype: torch.dtype, check_stop: Callable[[], N
     rate, best_size, size = 0.0, 0, FIRST_SIZE
     while 3 * size**2 * dtype.itemsize <= MEMORY_BYTES:
         # numbers that vary, as real ones do: multiplying constant ones takes a GPU less power, and so less time
-        varied = torch.arange(size * size, dtype=torch.float32, device=device).sin_().to(dtype).view(size, size)
-        taken_s = _best_s(functools.partial(torch.mm, varied, varied, out=torch.empty_like(varied)), device, check_stop)
+        square = varied(size, size, device=device, dtype=dtype)
+        taken_s = _best_s(functools.partial(torch.mm, square, square, out=torch.empty_like(square)), device, check_stop)
         if 2 * size**3 / taken_s > rate:
             rate, best_size = 2 * size**3 / taken_s, size
         if 8 * taken_s > CALL_S:
             break
         size *= 2
-    del varied
+    del square
 
     count = COPY_BYTES // dtype.itemsize
     source, target = torch.ones(count, dtype=dtype, device=device), torch.zeros(count, dtype=dtype, device=device)

@@ -29,6 +29,7 @@ N_HEADS = 4
 D_MODEL = 128
 D_K = D_MODEL // N_HEADS
 D_FF = 4 * D_MODEL
+SUBLAYERS = tuple(f"L{layer} {kind}" for layer in range(N_LAYERS) for kind in ("attention", "FFN"))  # in their order
 HEADS = tuple(f"L{layer}H{head}" for layer in range(N_LAYERS) for head in range(N_HEADS))  # their names, from 0
 SEQ_LEN = 128  # longest text; rotary positions would go on, but were never trained there
 FILES = ("trained/model.npz",)
@@ -37,6 +38,8 @@ SHA256 = "039fb8148c46e2d16180f4773daa050eba62af1235e8a738848345629e317304"
 
 Weights = Mapping[str, "torch.Tensor"]
 Edit = Callable[[int, "torch.Tensor"], "torch.Tensor"]
+SublayerEdit = Callable[[str, "torch.Tensor"], "torch.Tensor"]
+Norm = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -126,13 +129,18 @@ def forward(
     trace: Trace | None = None,
     edit_weights: Edit | None = None,
     edit_context: Edit | None = None,
+    edit_out: SublayerEdit | None = None,
+    edit_hidden: SublayerEdit | None = None,
 ) -> torch.Tensor:
     """Token logits, by the eager reference of engine/attention.py; a trace keeps the steps.
 
     ``factor`` multiplies the scale 1/√d_k the model was trained with. ``edit_weights`` and ``edit_context`` are given
-    the layer and its attention weights (after the softmax) or context, and return what is used instead.
+    the layer and its attention weights (after the softmax) or context, ``edit_out`` and ``edit_hidden`` a name of
+    :data:`SUBLAYERS` and what it is about to add to the residual stream, or a network's hidden units; each returns what
+    is used instead.
 
-    Shapes: tokens (batch, seq_len) of int64; returns (batch, seq_len, n_tokens).
+    Shapes: tokens (batch, seq_len) of int64; added (batch, seq_len, d_model), hidden (batch, seq_len, d_ff); returns
+    (batch, seq_len, n_tokens).
     """
     import torch
 
@@ -157,12 +165,16 @@ def forward(
                 kept.append(tensor)
         return mixed
 
-    return _pass(weights, tokens, attend)
+    return _pass(weights, tokens, attend, edit_out=edit_out, edit_hidden=edit_hidden)
 
 
-def forward_fast(weights: Weights, tokens: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
-    """The same token logits by PyTorch's fused attention, for training and where only the loss counts. Shapes: as
-    :func:`forward`.
+def forward_fast(
+    weights: Weights, tokens: torch.Tensor, *, factor: float = 1.0, norm: Norm | None = None
+) -> torch.Tensor:
+    """The same token logits by PyTorch's fused attention, for training and where only the loss counts.
+
+    ``norm`` is given the stream and the gain at each norm, in turn, and stands in for LayerNorm. Weights with an
+    ``unembedding`` use it in place of the table. Shapes: as :func:`forward`.
     """
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -171,33 +183,48 @@ def forward_fast(weights: Weights, tokens: torch.Tensor, *, factor: float = 1.0)
     def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
-    return _pass(weights, tokens, attend)
+    return _pass(weights, tokens, attend, norm=norm)
 
 
 def _pass(
     weights: Weights,
     tokens: torch.Tensor,
     attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    edit_out: SublayerEdit | None = None,
+    edit_hidden: SublayerEdit | None = None,
+    norm: Norm | None = None,
 ) -> torch.Tensor:
     import torch
     from torch.nn.functional import gelu, layer_norm
 
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return layer_norm(x, (D_MODEL,), weights[name])
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        return norm(x, weights[name]) if norm else layer_norm(x, (D_MODEL,), weights[name])
+
+    def kept(_: str, x: torch.Tensor) -> torch.Tensor:
+        return x
 
     def heads(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (N_HEADS, D_K)).transpose(-3, -2)  # (batch, n_heads, seq_len, d_k)
 
+    edit_out, edit_hidden = edit_out or kept, edit_hidden or kept
     angles = rotary_angles(torch.arange(tokens.shape[-1], device=tokens.device), D_K)
     x = weights["embedding"][tokens]
     for layer in range(N_LAYERS):
-        normed = norm(x, f"{layer}.norm_1")
-        q, k, v = (heads(normed @ weights[f"{layer}.{name}"].mT) for name in ("W_q", "W_k", "W_v"))
+        attention_name, ffn_name = SUBLAYERS[2 * layer : 2 * layer + 2]
+        read = normed(x, f"{layer}.norm_1")
+        q, k, v = (heads(read @ weights[f"{layer}.{name}"].mT) for name in ("W_q", "W_k", "W_v"))
         q, k = (x + weights[f"{layer}.{name}"].unflatten(0, (N_HEADS, 1, D_K)) for x, name in ((q, "b_q"), (k, "b_k")))
         mixed = attend(layer, rotate(q, angles), rotate(k, angles), v)
-        x = x + mixed.transpose(-3, -2).flatten(-2) @ weights[f"{layer}.W_o"].mT
-        x = x + gelu(norm(x, f"{layer}.norm_2") @ weights[f"{layer}.W_up"].mT) @ weights[f"{layer}.W_down"].mT
-    return norm(x, "norm") @ weights["embedding"].mT / math.sqrt(D_MODEL)
+        x = x + edit_out(attention_name, mixed.transpose(-3, -2).flatten(-2) @ weights[f"{layer}.W_o"].mT)
+        hidden = edit_hidden(ffn_name, gelu(normed(x, f"{layer}.norm_2") @ weights[f"{layer}.W_up"].mT))
+        x = x + edit_out(ffn_name, hidden @ weights[f"{layer}.W_down"].mT)
+    return unembed(weights, normed(x, "norm"))
+
+
+def unembed(weights: Weights, normed: torch.Tensor) -> torch.Tensor:
+    """Token logits of the normed stream. Shapes: (..., d_model) to (..., n_tokens)."""
+    return normed @ weights.get("unembedding", weights["embedding"]).mT / math.sqrt(D_MODEL)
 
 
 def token_losses(token_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

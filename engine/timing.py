@@ -7,17 +7,22 @@ modules.
 
 from __future__ import annotations
 
+import functools
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
 REPEATS = 3
+DISPLACED_BYTES = 2**25  # more than the caches of a core
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 def nothing() -> None:
@@ -58,6 +63,48 @@ def times_s(
             if repeat:
                 times.append(taken)
     return times
+
+
+def least_times_s(
+    works: Mapping[Name, Callable[[], object]],
+    device: torch.device,
+    report: Callable[[float], None],
+    *,
+    rounds: int,
+    repeats: int,
+    before: Callable[[], object] = nothing,
+) -> dict[Name, float]:
+    """Seconds of the fastest repeat of each: whatever else the machine does only adds to it.
+
+    One after the other, ``rounds`` times with ``repeats`` each, so that a busy moment spoils some repeats of each work
+    and not all of one. ``report`` is told the fraction that is done; it and ``before`` are called as in
+    :func:`times_s`.
+    """
+    times: dict[Name, list[float]] = {name: [] for name in works}
+    for turn in range(rounds):
+        for done, (name, work) in enumerate(works.items()):
+            check_stop = functools.partial(report, (turn + done / len(works)) / rounds)
+            times[name] += times_s(work, device, check_stop, repeats=repeats, before=before)
+    return {name: min(taken) for name, taken in times.items()}
+
+
+def varied(*shape: int, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Numbers in [-1, 1] that need no seed: a time does not depend on them as long as they are not all the same.
+
+    In float32 without a ``dtype``.
+    """
+    import torch
+
+    numbers = torch.arange(math.prod(shape), dtype=torch.float32, device=device).sin_()
+    return numbers.to(dtype or torch.float32).view(shape)
+
+
+def displacer(device: torch.device) -> Callable[[], object]:
+    """What, called before a repeat, pushes out of the caches what the last one has read."""
+    import torch
+
+    displaced = torch.empty(DISPLACED_BYTES // 4, dtype=torch.float32, device=device)
+    return functools.partial(displaced.fill_, 0.0)
 
 
 def _by_clock(work: Callable[[], object], device: torch.device) -> float:

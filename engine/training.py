@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.side_by_side import look_up
+
 if TYPE_CHECKING:
     import torch
 
@@ -142,8 +144,8 @@ def forward(weights: dict[str, torch.Tensor], sequences: Sequences, scale: torch
     width = (D_MODEL,)
     # every pair of a cue and an answer once: a batch shows each of them about twice
     pairs = layer_norm(weights["E_cue"][:, :, None] + weights["E_answer"][:, None], width).flatten(1, 2)
-    x = _rows(pairs, sequences.cues * N_ANSWERS + sequences.answers)  # (model, batch, kv_len, d_model)
-    residual = _rows(weights["E_cue"], sequences.query) + weights["e_query"][:, None]
+    x = look_up(pairs, sequences.cues * N_ANSWERS + sequences.answers)  # (model, batch, kv_len, d_model)
+    residual = look_up(weights["E_cue"], sequences.query) + weights["e_query"][:, None]
     x_q = layer_norm(residual, width)[:, None]  # (model, 1, batch, d_model)
 
     q = x_q @ weights["W_q"].mT  # (model, n_heads, batch, d_k)
@@ -154,18 +156,6 @@ def forward(weights: dict[str, torch.Tensor], sequences: Sequences, scale: torch
     context = (mean_x @ weights["W_v"].mT).transpose(1, 2).flatten(2)  # heads side by side: (model, batch, d_model)
     out = layer_norm(residual + context @ weights["W_o"].mT, width)
     return Pass(out @ weights["W_u"].mT, logits, attention_weights)
-
-
-def _rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """table[m, index[m]] for every model m: one lookup in the tables laid under one another.
-
-    Shapes: table (model, n, d_model), index (model, ...); returns (model, ..., d_model).
-    """
-    import torch
-    from torch.nn.functional import embedding
-
-    first = torch.arange(table.shape[0], device=index.device) * table.shape[1]
-    return embedding(index + first.view(-1, *[1] * (index.dim() - 1)), table.flatten(0, 1))
 
 
 def losses(result: Pass, target: torch.Tensor) -> torch.Tensor:
@@ -180,12 +170,13 @@ def losses(result: Pass, target: torch.Tensor) -> torch.Tensor:
 
 
 class Adam:
-    """Adam without weight decay, with PyTorch's defaults.
+    """Adam without weight decay, with PyTorch's defaults, at one learning rate or at one for each model, (model,).
 
+    ``learning_rate`` may be set anew between steps.
     torch.optim does the same, but its first use imports torch._dynamo: one second and 70 MB in every process.
     """
 
-    def __init__(self, weights: list[torch.Tensor], learning_rate: float) -> None:
+    def __init__(self, weights: list[torch.Tensor], learning_rate: float | torch.Tensor) -> None:
         import torch
 
         self.weights, self.learning_rate, self.steps = weights, learning_rate, 0
@@ -202,7 +193,11 @@ class Adam:
                 first.lerp_(weight.grad, 0.1)
                 second.mul_(0.999).addcmul_(weight.grad, weight.grad, value=0.001)
                 spread = second.sqrt().div_(math.sqrt(second_bias)).add_(1e-8)
-                weight.addcdiv_(first, spread, value=-self.learning_rate / first_bias)
+                rate = self.learning_rate / first_bias
+                if isinstance(rate, float):
+                    weight.addcdiv_(first, spread, value=-rate)
+                else:
+                    weight.sub_(rate.view(-1, *[1] * (weight.dim() - 1)) * first / spread)
 
 
 class SGD:

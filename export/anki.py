@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from claims import receipts
 from content.schema import LANGUAGES, Card, Source, Text
-from export.rich import as_html, display, markdown
+from export.rich import Values, as_html, display, markdown, reference_values
 
 PROJECT = "attention-interview-lab"
 NAME = "Attention Interview Lab"
@@ -45,9 +44,10 @@ class Note:
     tags: tuple[str, ...]
 
 
-def notes(card: Card, languages: Sequence[str], sources: Mapping[str, Source]) -> list[Note]:
+def notes(
+    card: Card, languages: Sequence[str], sources: Mapping[str, Source], values: Mapping[str, float]
+) -> list[Note]:
     """The notes of a card: its question, its follow-ups, its wrong answers; languages one below the other."""
-    values = {claim: receipt.value for claim, receipt in receipts.load(card.id).claims.items()}
     tags = (PROJECT, f"topic::{card.topic}", f"level::{card.level}", f"card::{card.id}")
 
     def prose(text: Text, language: str) -> str:
@@ -55,7 +55,7 @@ def notes(card: Card, languages: Sequence[str], sources: Mapping[str, Source]) -
 
     def note(name: str, front: list[str], back: list[str]) -> Note:
         # the languages belong to the id: both may be studied, each with dates of its own
-        return Note(f"{card.id}/{name}/{'+'.join(languages)}", "<hr>".join(front), "<hr>".join(back), tags)
+        return Note(f"{card.id}/{name}/{'+'.join(sorted(languages))}", "<hr>".join(front), "<hr>".join(back), tags)
 
     def answer(language: str) -> str:
         points = "".join(f"<li>{prose(point.point, language)}</li>" for point in card.key_points)
@@ -92,8 +92,10 @@ def _about(question: str) -> str:
     return f'<div class="about">{question}</div>'
 
 
-def apkg(cards: Iterable[Card], languages: Sequence[str], sources: Mapping[str, Source]) -> bytes:
-    """A file that Anki imports.
+def apkg(
+    cards: Iterable[Card], languages: Sequence[str], sources: Mapping[str, Source], values: Values = reference_values
+) -> bytes:
+    """A file that Anki imports. ``values(card)`` are the measured values of its claims.
 
     Raises: ValueError for no language, or one that cards lack.
     """
@@ -112,7 +114,7 @@ def apkg(cards: Iterable[Card], languages: Sequence[str], sources: Mapping[str, 
     )
     deck = genanki.Deck(_number("deck"), NAME)
     for card in cards:
-        for note in notes(card, languages, sources):
+        for note in notes(card, languages, sources, values(card.id)):
             guid = genanki.guid_for(PROJECT, note.id)
             deck.add_note(genanki.Note(model, [note.front, note.back], guid=guid, tags=list(note.tags)))
     with tempfile.TemporaryDirectory() as folder:

@@ -6,14 +6,23 @@ from __future__ import annotations
 import functools
 import html
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from claims import receipts
 from claims.bind import bind
 from content.schema import Source
 
 _CITATION = re.compile(r"\s?\[@([a-z0-9-]+)\](?:[,、]\s?\[@([a-z0-9-]+)\])*")
 _KEY = re.compile(r"\[@([a-z0-9-]+)\]")
+
+
+Values = Callable[[str], Mapping[str, float]]
+
+
+def reference_values(card: str) -> dict[str, float]:
+    """What the reference run measured for the claims of a card."""
+    return {claim: receipt.value for claim, receipt in receipts.load(card).claims.items()}
 
 
 def markdown(text: str, values: Mapping[str, float], language: str, sources: Mapping[str, Source]) -> str:
@@ -42,7 +51,7 @@ def _parser() -> Any:
     from mdit_py_plugins.dollarmath import dollarmath_plugin
 
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    parser.use(dollarmath_plugin, allow_space=False, allow_digits=True, double_inline=True)
+    parser.use(dollarmath_plugin, allow_space=False, allow_digits=True, double_inline=False)
     parser.add_render_rule("math_inline", lambda self, tokens, at, *_: f"\\({html.escape(tokens[at].content)}\\)")
     parser.add_render_rule("math_block", lambda self, tokens, at, *_: display(tokens[at].content))
     return parser

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from claims import receipts
 from content.schema import Card, Source, Text
-from export.rich import markdown
+from export.rich import Values, markdown, reference_values
 
 WORDS = {
     "points": {"en": "A complete answer says", "zh": "完整的回答会说到"},
@@ -17,13 +16,15 @@ WORDS = {
 }
 
 
-def sheet(title: str, cards: Iterable[Card], language: str, sources: Mapping[str, Source]) -> str:
-    """The text of a Markdown file; numbers are the reference receipts'."""
-    return "\n\n".join([f"# {title}", *(part for card in cards for part in _card(card, language, sources))]) + "\n"
+def sheet(
+    title: str, cards: Iterable[Card], language: str, sources: Mapping[str, Source], values: Values = reference_values
+) -> str:
+    """The text of a Markdown file. ``values(card)`` are the measured values of its claims."""
+    return "\n\n".join([f"# {title}", *(card_sheet(c, language, sources, values(c.id)) for c in cards)]) + "\n"
 
 
-def _card(card: Card, language: str, sources: Mapping[str, Source]) -> list[str]:
-    values = {claim: receipt.value for claim, receipt in receipts.load(card.id).claims.items()}
+def card_sheet(card: Card, language: str, sources: Mapping[str, Source], values: Mapping[str, float]) -> str:
+    """One card's part of it."""
 
     def prose(text: Text) -> str:
         return markdown(text.get(language), values, language, sources)
@@ -46,4 +47,4 @@ def _card(card: Card, language: str, sources: Mapping[str, Source]) -> list[str]
     parts.append(title("sources"))
     cited = [(sources[cite.key], cite.where) for cite in card.sources]
     parts.append("\n".join(f"- {s.authors}. {s.title}. {s.year}. <{s.link}> ({where})" for s, where in cited))
-    return parts
+    return "\n\n".join(parts)

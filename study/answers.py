@@ -7,6 +7,7 @@ Numbers are read as people write them: ``1e-3``, ``1/8``, ``√64``, ``2^10``, `
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import unicodedata
@@ -97,7 +98,10 @@ def number(text: str, unit: str = "1") -> float:
         raise Unreadable("answer_not_a_number", written=text.strip()) from None
     if isinstance(result, tuple):
         raise Unreadable("answer_not_one_number", written=text.strip())
-    return float(result) * factors[written]
+    in_unit = float(result) * factors[written]
+    if not math.isfinite(in_unit):
+        raise Unreadable("answer_not_a_number", written=text.strip())
+    return in_unit
 
 
 def is_count(text: str, wanted: str, draw: Mapping[str, Any], others: Collection[Mapping[str, Any]]) -> bool:
@@ -107,8 +111,18 @@ def is_count(text: str, wanted: str, draw: Mapping[str, Any], others: Collection
 
     Raises: Unreadable.
     """
-    expression = _named(_without_thousands(_plain(text)), draw)
+    plain = _without_thousands(_plain(text))
+    value, unit = _split(plain)
+    expression = _named(f"({value})*{_HAN[unit]:.0f}" if unit in _HAN else plain, draw)
+    if _is_several(expression, draw):
+        raise Unreadable("answer_not_one_number", written=text.strip())
     return _agree(expression, wanted, text, draw, others)
+
+
+def _is_several(expression: str, draw: Mapping[str, Any]) -> bool:
+    with contextlib.suppress(ValueError):
+        return isinstance(evaluate(expression, draw), tuple)
+    return False
 
 
 def is_shape(text: str, wanted: str, draw: Mapping[str, Any], others: Collection[Mapping[str, Any]]) -> bool:

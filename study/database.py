@@ -33,6 +33,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_MS = 10_000
+CONNECT_S = 5
 LOCK = 7_105_117_101  # of PostgreSQL, for migrations: any number that is ours
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -72,14 +73,16 @@ EVENTS = Table(
 def connect(url: str) -> Engine:
     """A database that is ready: made, and of this version.
 
-    Raises: sqlalchemy.exc.SQLAlchemyError, OSError for a folder that can't be made.
+    Raises: sqlalchemy.exc.SQLAlchemyError; alembic.util.CommandError for tables of a newer app; ImportError for a
+    missing driver; OSError for a folder that can't be made.
     """
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite" and parsed.database not in (None, "", ":memory:"):
         Path(str(parsed.database)).parent.mkdir(parents=True, exist_ok=True)
     if parsed.drivername in ("postgres", "postgresql"):  # as hosts write it; the driver is psycopg 3
         parsed = parsed.set(drivername="postgresql+psycopg")
-    engine = create_engine(parsed, pool_pre_ping=True)
+    waits = {"connect_timeout": CONNECT_S} if parsed.get_backend_name() == "postgresql" else {}
+    engine = create_engine(parsed, pool_pre_ping=True, connect_args=waits)
     if engine.dialect.name == "sqlite":
         _prepare_sqlite(engine)
     _migrate(engine)
@@ -98,7 +101,8 @@ def _prepare_sqlite(engine: Engine) -> None:
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        reads = connection.get_execution_options().get("reads")
+        connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
 
 def _migrate(engine: Engine) -> None:

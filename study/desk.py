@@ -7,16 +7,19 @@ after a reload and on another page. Items of one card do not follow each other w
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, tzinfo
+from typing import Literal
 
 from content.schema import Card, Topic, Track
 from study import plan, schedule
 from study.items import Item, items_of
 from study.plan import Candidate, Chosen
-from study.progress import Progress
+from study.progress import Progress, until
 from study.schedule import Memory, day, is_due, memory
 
 LONGEST_THOUGHT_S = 300.0  # an answer that took longer was left alone in between
@@ -34,6 +37,20 @@ class Today:
     def next(self) -> str | None:
         """What is asked now; None when the day is done."""
         return next(iter((*self.due, *self.new)), None)
+
+
+@dataclass(frozen=True)
+class Status:
+    """A card's items: how many are due, how many were met, the day on which the next of these comes back."""
+
+    due: int = 0
+    met: int = 0
+    next: date | None = None
+
+    @property
+    def name(self) -> Literal["new", "due", "later"]:
+        """One word for it."""
+        return "due" if self.due else "later" if self.met else "new"
 
 
 def items(cards: Mapping[str, Card], topics: Mapping[str, Topic], track: Track | None = None) -> dict[str, Item]:
@@ -70,6 +87,19 @@ def today(known: Mapping[str, Item], progress: Progress, at: datetime, zone: tzi
     return Today(tuple(due), tuple(apart(new, due[-1] if due else last)), min(waiting, default=None))
 
 
+def statuses(known: Mapping[str, Item], progress: Progress, at: datetime, zone: tzinfo) -> dict[str, Status]:
+    """Where each card stands: what of it was met, what is due, and when the next of it comes back."""
+    rows: dict[str, list[Memory | None]] = defaultdict(list)
+    for name, item in known.items():
+        rows[item.card].append(held(name, progress) if name in progress.past else None)
+    found = {}
+    for card, memories in rows.items():
+        met = [each for each in memories if each is not None]
+        due = sum(is_due(each, at, zone) for each in met)
+        found[card] = Status(due, len(met), min((day(each.due, zone) for each in met), default=None))
+    return found
+
+
 def practice(known: Iterable[str], progress: Progress) -> tuple[str, ...]:
     """Items to practise: never asked ones first, then those that were not asked for longest."""
     asked = {item: reviews[-1].at for item, reviews in progress.by_item.items()}
@@ -101,29 +131,72 @@ def card_of(item: str) -> str:
 
 
 def seconds(known: Mapping[str, Item], progress: Progress) -> dict[str, float]:
-    """How long an answer to each item takes this reader: the median of the last ones of its kind, else a usual time."""
+    """How long an answer to each item takes this reader: the median of the last of its kind, else a usual one; half of
+    it goes by how much there is to read.
+    """
     times: dict[str, list[float]] = {}
     for review in progress.reviews:
         if review.item in known and 0 < review.seconds <= LONGEST_THOUGHT_S:
             times.setdefault(known[review.item].kind, []).append(review.seconds)
-    own = {kind: sorted(of_kind[-50:])[len(of_kind[-50:]) // 2] for kind, of_kind in times.items() if len(of_kind) >= 5}
-    return {item: own.get(known[item].kind, plan.SECONDS[known[item].kind]) for item in known}
+    usual = plan.SECONDS | {kind: sorted(t[-50:])[len(t[-50:]) // 2] for kind, t in times.items() if len(t) >= 5}
+    lengths: dict[str, list[int]] = defaultdict(list)
+    for item in known.values():
+        lengths[item.kind].append(item.length)
+    mean = {kind: sum(of_kind) / len(of_kind) for kind, of_kind in lengths.items()}
+    return {name: usual[item.kind] * (0.5 + 0.5 * item.length / mean[item.kind]) for name, item in known.items()}
 
 
-def candidates(known: Mapping[str, Item], progress: Progress) -> list[Candidate]:
-    """Every item, as the plan weighs it."""
+def candidates(known: Mapping[str, Item], progress: Progress, track: Collection[str] = ()) -> list[Candidate]:
+    """Every item, as the plan weighs it; with a track (its cards) the new items of others wait."""
     takes = seconds(known, progress)
-    return [Candidate(item, takes[item], held(item, progress)) for item in known]
+    return [
+        Candidate(item, made.kind, takes[item], held(item, progress), bool(track) and made.card not in track)
+        for item, made in known.items()
+    ]
 
 
-def planned(
-    known: Mapping[str, Item], progress: Progress, at: datetime, interview: date, zone: tzinfo
+@dataclass(frozen=True)
+class Day:
+    """The list of a day of the plan, and how far it is done. Items by their ids, in the order in which they come."""
+
+    chosen: tuple[Chosen, ...]  # the whole list
+    again: tuple[str, ...]  # of what was answered today: wanted once more now
+    left: tuple[str, ...]
+    later: datetime | None  # when the next of what was answered today is wanted once more
+    spent: float  # minutes, today
+
+    @property
+    def next(self) -> str | None:
+        """What is asked now; None when the list is done."""
+        return next(iter((*self.again, *self.left)), None)
+
+
+def chosen(
+    known: Mapping[str, Item],
+    progress: Progress,
+    begins: datetime,
+    interview: datetime,
+    minutes: float,
+    track: Collection[str] = (),
 ) -> tuple[Chosen, ...]:
-    """Today's list for an interview at nine in the morning of its day; what was done today is off its minutes."""
-    when = morning(interview, zone)
-    spent = sum(min(r.seconds, LONGEST_THOUGHT_S) for r in progress.reviews if day(r.at, zone) == day(at, zone)) / 60
-    minutes = max(0.0, float(progress.setting("minutes_a_day") or 0) - spent)
-    return plan.today(candidates(known, progress), at, when, minutes)
+    """The list of the day that began then. It follows from what was known at that time, so that it stays as it is while
+    it is worked through."""
+    return plan.today(candidates(known, until(progress, begins), track), begins, interview, minutes)
+
+
+def day_of(
+    list_of_day: tuple[Chosen, ...], known: Mapping[str, Item], progress: Progress, at: datetime, begins: datetime
+) -> Day:
+    """How far the list of the day that began then is done."""
+    of_today = list(itertools.takewhile(lambda review: review.at >= begins, reversed(progress.reviews)))
+    answered = {r.item for r in of_today if r.counts and r.item in known}
+    last = of_today[0].item if of_today else ""
+    waiting = [(m.due, item) for item in answered if (m := held(item, progress)) is not None and m.learning]
+    again = apart([item for due, item in sorted(waiting) if due <= at], last)
+    left = apart([c.item for c in list_of_day if c.item not in answered], again[-1] if again else last)
+    later = min((due for due, _ in waiting if due > at), default=None)
+    spent = sum(min(review.seconds, LONGEST_THOUGHT_S) for review in of_today) / 60
+    return Day(list_of_day, tuple(again), tuple(left), later, spent)
 
 
 def interview_date(progress: Progress) -> date | None:

@@ -7,20 +7,47 @@ line, never dropped.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
-VERSION = 1
+from study.schedule import RETENTION
+
 LONGEST_LINE = 100_000  # characters; an event of ours has some hundreds
 LONGEST_TEXT = 20_000
 
 Id = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-Time = Annotated[AwareDatetime, AfterValidator(lambda time: time.astimezone(UTC))]
+EARLIEST, LATEST = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
+
+
+def _in_utc(time: datetime) -> datetime:
+    if not EARLIEST <= time < LATEST:
+        raise ValueError(f"got {time}; wanted a time from {EARLIEST.year} on, before {LATEST.year}")
+    return time.astimezone(UTC)
+
+
+def _is_day(value: str | None) -> str | None:
+    if value is not None and not EARLIEST.date() <= date.fromisoformat(value) < LATEST.date():
+        raise ValueError(f"got {value}; wanted a day from {EARLIEST.year} on, before {LATEST.year}")
+    return value
+
+
+Time = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -59,14 +86,26 @@ class Undo(_Event):
 
 
 class Prediction(_Event):
-    """A number, or a direction as a ratio, that was committed to before a run, and what came out."""
+    """A value, or a direction (2: larger, 0.5: smaller), that was committed to before a run, and what came out."""
 
     kind: Literal["prediction"] = "prediction"
+    ask: Literal["value", "direction"] = "value"
     experiment: Name
     metric: Name
     predicted: Number
     measured: Number
     claim: str = ""
+
+
+# What each setting may be.
+SETTINGS: dict[str, TypeAdapter[Any]] = {
+    "retention": TypeAdapter(Annotated[float, Field(strict=True, ge=RETENTION[0], le=RETENTION[1])]),
+    "new_a_day": TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=200)]),
+    "minutes_a_day": TypeAdapter(Annotated[float, Field(strict=True, ge=5, le=480)]),
+    "interview": TypeAdapter(Annotated[str | None, AfterValidator(_is_day)]),
+    "track": TypeAdapter(Annotated[str, Field(max_length=200)] | None),
+    "practice_counts": TypeAdapter(StrictBool),
+}
 
 
 class Setting(_Event):
@@ -76,12 +115,17 @@ class Setting(_Event):
     name: Literal["retention", "new_a_day", "minutes_a_day", "interview", "track", "practice_counts"]
     value: str | float | bool | None
 
+    @model_validator(mode="after")
+    def _fits(self) -> Setting:
+        SETTINGS[self.name].validate_python(self.value)
+        return self
+
 
 class Exam(_Event):
     """An exam was begun: its items, each with its attempt, and its clock. Its id is the event's."""
 
     kind: Literal["exam"] = "exam"
-    items: Annotated[tuple[tuple[Name, int], ...], Field(min_length=1, max_length=500)]
+    items: Annotated[tuple[tuple[Name, Annotated[int, Field(ge=0)]], ...], Field(min_length=1, max_length=500)]
     minutes: Annotated[float, Field(gt=0, le=600)]
 
 
@@ -160,9 +204,11 @@ def read_line(line: str, number: int = 1) -> Event:
         return _EVENT.validate_json(line)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        newer = (first["loc"] and first["loc"][-1] == "v") or first["type"] == "union_tag_invalid"
-        raise BadLine(number, "log_line_newer" if newer else "log_line_damaged", f"{where}: {first['msg']}") from None
+        where = [str(part) for part in first["loc"]]
+        newer = where[-1:] == ["v"] or (first["type"] == "union_tag_invalid" and re.search(r'"v":\s*\d', line))
+        field = {"union_tag_invalid": "kind", "union_tag_not_found": "kind", "json_invalid": "JSON"}.get(first["type"])
+        detail = field or ".".join(where[1:] or where)
+        raise BadLine(number, "log_line_newer" if newer else "log_line_damaged", detail) from None
 
 
 def read_lines(lines: Iterable[str]) -> Iterator[Event]:

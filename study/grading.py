@@ -6,7 +6,6 @@ for each wrong one, not below 0. An order's grade is the share of neighbouring p
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ class Grade:
     score: float
     low: float | None = None
     high: float | None = None
-    first_wrong: int | None = None  # of an order: the first place that holds another step
+    first_wrong: int | None = None  # of an order: the first place whose step stands before one that it builds on
 
     @property
     def right(self) -> bool:
@@ -82,10 +81,9 @@ def order(question: OrderQuestion, arranged: Sequence[int]) -> Grade:
     """
     if sorted(arranged) != list(range(len(question.steps))):
         raise answers.Unreadable("answer_every_step_once")
-    places = [question.places[shown] for shown in arranged]
-    pairs = [after == before + 1 for before, after in itertools.pairwise(places)]
-    wrong = next((place for place, step in enumerate(places) if step != place), None)
-    return Grade(sum(pairs) / len(pairs), first_wrong=wrong)
+    early = [place for place, step in enumerate(arranged) if not set(question.needs[step]) <= set(arranged[:place])]
+    n_built = sum(1 for needs in question.needs if needs)
+    return Grade(1 - len(early) / n_built, first_wrong=early[0] if early else None)
 
 
 def measure(card: str, claim: Claim, **runner_options: Any) -> float:
@@ -204,6 +202,6 @@ def readable(question: Question, answer: str) -> None:
         grade(question, answer)
 
 
-def suggested(score: float) -> int:
-    """The rating that fits a score; the reader may say otherwise."""
-    return GOOD if score == 1 else HARD if score >= 0.5 else AGAIN
+def suggested(score: float, hints: int = 0) -> int:
+    """The rating that fits a score, at best hard after a hint; the reader may say otherwise."""
+    return AGAIN if score < 0.5 else GOOD if score == 1 and not hints else HARD

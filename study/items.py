@@ -10,6 +10,7 @@ the attempt, so that a question that was left half answered comes back as it was
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,13 +55,19 @@ class Item:
         """What the log calls it."""
         return f"{self.card}/{self.name}"
 
+    @functools.cached_property
+    def length(self) -> int:
+        """How much there is to read: its characters, in all languages, reasons and all."""
+        parts = self.made_of if isinstance(self.made_of, tuple) else (self.made_of,)
+        return sum(len(part.model_dump_json()) for part in parts)
+
 
 def items_of(card: Card) -> tuple[Item, ...]:
     """All items of a card: the written ones, one for each mistake, the derivation's order, and recall."""
     found = [Item(card.id, item.id, item.kind, item) for item in card.quiz]
     found += [Item(card.id, mistake.id, "choice", mistake) for mistake in card.mistakes]
-    if len(card.derivation) >= 3:
-        found.append(Item(card.id, "order", "order", card.derivation))
+    if card.built_on():
+        found.append(Item(card.id, "order", "order", tuple(card.derivation[place] for place in card.built_on())))
     return (*found, Item(card.id, "recall", "recall", card.key_points))
 
 
@@ -103,11 +110,13 @@ class PredictQuestion:
 
 @dataclass(frozen=True)
 class OrderQuestion:
-    """Steps in the order in which they are shown; ``places[i]`` is where the shown step i belongs."""
+    """Steps in the order in which they are shown; ``places[i]`` is where the card has the shown step i among them, and
+    ``needs[i]`` are the shown steps that it builds on. Every order is right in which each comes after those."""
 
     item: Item
     steps: tuple[Step, ...]
     places: tuple[int, ...]
+    needs: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -168,11 +177,7 @@ def pose(item: Item, card: Card, attempt: int) -> Question:
         others = tuple(chance.sample(every, min(MOST_OTHER_DRAWS, len(every))))
         return ShapeQuestion(item, filled(made_of.prompt, drawn), drawn, others, made_of.answer)
     if item.kind == "order":
-        steps = card.derivation
-        places = list(range(len(steps)))
-        while places == sorted(places):
-            chance.shuffle(places)
-        return OrderQuestion(item, tuple(steps[place] for place in places), tuple(places))
+        return _to_order(item, card, chance)
     return RecallQuestion(item, card.question, card.key_points)
 
 
@@ -182,6 +187,19 @@ def _seed(*parts: object) -> int:
 
 def _shuffled(options: Sequence[Option], chance: random.Random) -> tuple[Option, ...]:
     return tuple(chance.sample(options, len(options)))
+
+
+def _to_order(item: Item, card: Card, chance: random.Random) -> OrderQuestion:
+    built_on = card.built_on()
+    shown = list(built_on)
+    while all(set(built_on[step]) <= set(shown[:place]) for place, step in enumerate(shown)):  # right as it stands
+        chance.shuffle(shown)
+    return OrderQuestion(
+        item,
+        tuple(card.derivation[step] for step in shown),
+        tuple(list(built_on).index(step) for step in shown),
+        tuple(tuple(shown.index(needed) for needed in built_on[step]) for step in shown),
+    )
 
 
 def _draw(made_of: Numeric, claim: Claim, chance: random.Random) -> tuple[dict[str, Scalar], Claim]:

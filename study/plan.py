@@ -1,10 +1,12 @@
 """Today's list for a reader with an interview date: the reviews and new items that most raise the recall predicted for
 that date, within the minutes of a day.
 
-Each item is weighed by itself: what it would add to the recall of the date, divided by the time it takes; the best ones
-fill the minutes. The list is made anew each day from what was answered, so that what is forgotten comes back and the
-last days go to what would be forgotten by the date. Near the date, or with fewer minutes than the deck wants, that is
-another list than the one of due dates, which keeps everything for ever. ``bench/plan.py`` says what it gains.
+Each item is weighed by itself: what it would add to the recall of the date, divided by the time it takes; of each kind
+the best come first. The kinds share the minutes as they share what is worth asking: an interview wants answers in full
+and numbers, and a list by worth alone would be the quick clicks. The list is made anew each day from what was answered,
+so that what is forgotten comes back and the last days go to what would be forgotten by the date. Near the date, or with
+fewer minutes than the deck wants, that is another list than the one of due dates, which keeps everything for ever.
+``bench/plan.py`` says what it gains.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +23,7 @@ from study import forecast
 from study.forecast import AGAIN, EASY, FIRST, GOOD, Array
 from study.schedule import Memory
 
-# Seconds that an answer takes before a reader's own times are known, by kind of item.
+# Seconds that an answer of usual length takes before a reader's own times are known, by kind of item.
 SECONDS = {
     "choice": 35.0,
     "numeric": 60.0,
@@ -37,11 +40,13 @@ LOOKS_AT_NEW = 2  # a new item is seen again on its first day
 
 @dataclass(frozen=True)
 class Candidate:
-    """An item as the plan sees it; ``held`` is None while it is new."""
+    """An item as the plan sees it; ``held`` is None while it is new. ``waits``: for the new ones of the track."""
 
     item: str
+    kind: str
     seconds: float
     held: Memory | None
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,21 +61,41 @@ class Chosen:
 
 
 def today(candidates: Sequence[Candidate], now: datetime, interview: datetime, minutes: float) -> tuple[Chosen, ...]:
-    """The list of a day, the most valuable for its time first."""
+    """The list of a day, the most valuable of each kind first."""
     if not candidates:
         return ()
     days_left = max(0.0, (interview - now) / timedelta(days=1))
     seconds = np.array([candidate.seconds for candidate in candidates])
     stability, difficulty, elapsed = _arrays(candidates, now)
     without, with_it, takes = weigh(stability, difficulty, elapsed, days_left, seconds)
-    worth = (with_it - without) / takes
+    kinds = np.unique([candidate.kind for candidate in candidates], return_inverse=True)[1]
+    order = in_turn(np.where(with_it - without >= LEAST_GAIN, (with_it - without) / takes, -np.inf), takes, kinds)
+    order += 2 * np.array([candidate.waits and candidate.held is None for candidate in candidates])  # shares end at 1
     chosen, left = [], 60 * minutes
-    for at in np.argsort(-worth, kind="stable"):
-        if with_it[at] - without[at] >= LEAST_GAIN and takes[at] <= left:
+    for at in np.argsort(order, kind="stable"):
+        if np.isfinite(order[at]) and takes[at] <= left:
             left -= takes[at]
             numbers = float(takes[at]), float(without[at]), float(with_it[at])
             chosen.append(Chosen(candidates[at].item, *numbers, is_new=candidates[at].held is None))
     return tuple(chosen)
+
+
+def in_turn(worth: Array, takes: Array, kinds: np.ndarray[Any, Any]) -> Array:
+    """What orders the items of a list, the smallest first: how much of its kind's time is done when the item is.
+
+    Within a kind the worthiest come first; what is worth -inf is never asked. Shapes: (..., item); kinds: (item,).
+    """
+    out = np.full(worth.shape, np.inf)
+    for kind in np.unique(kinds):
+        at = np.flatnonzero(kinds == kind)
+        order = np.argsort(-worth[..., at], axis=-1, kind="stable")
+        asked = np.take_along_axis(np.isfinite(worth[..., at]), order, axis=-1)
+        time = np.where(asked, np.take_along_axis(takes[..., at], order, axis=-1), 0).cumsum(axis=-1)
+        share = np.where(asked, time / np.maximum(time[..., -1:], 1), np.inf)
+        of_kind = np.empty_like(share)
+        np.put_along_axis(of_kind, order, share, axis=-1)
+        out[..., at] = of_kind
+    return out
 
 
 def weigh(

@@ -7,12 +7,15 @@ times, of their ids), and each id counts once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from datetime import datetime
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import TypeVar
 
 from study.events import Event, Exam, Measured, Prediction, Report, Review, Setting, Sheet, Submitted, Undo
 from study.schedule import Graded
+
+_T = TypeVar("_T")
 
 DEFAULTS: dict[str, str | float | bool | None] = {
     "retention": 0.9,
@@ -49,11 +52,25 @@ class Progress:
     exams: tuple[ExamState, ...] = ()
     reports: tuple[Report, ...] = ()
     measured: Mapping[str, Measured] = field(default_factory=dict)  # by claim, the newest
-    undone: int = 0
 
     def setting(self, name: str) -> str | float | bool | None:
         """A setting, or its default."""
         return self.settings.get(name, DEFAULTS[name])
+
+
+def until(progress: Progress, at: datetime) -> Progress:
+    """Progress with the answers of before a time only."""
+    return replace(
+        progress,
+        reviews=tuple(review for review in progress.reviews if review.at < at),
+        by_item=_before(progress.by_item, lambda review: review.at < at),
+        past=_before(progress.past, lambda graded: graded[0] < at),
+    )
+
+
+def _before(by_item: Mapping[str, tuple[_T, ...]], is_before: Callable[[_T], bool]) -> dict[str, tuple[_T, ...]]:
+    kept = ((item, tuple(filter(is_before, of_item))) for item, of_item in by_item.items())
+    return {item: of_item for item, of_item in kept if of_item}
 
 
 def fold(events: Iterable[Event]) -> Progress:
@@ -83,14 +100,14 @@ def fold(events: Iterable[Event]) -> Progress:
         exams=tuple(_exam(event, of_kind) for event in of_kind[Exam]),  # type: ignore[arg-type]
         reports=tuple(of_kind[Report]),  # type: ignore[arg-type]
         measured={event.claim: event for event in of_kind[Measured]},  # type: ignore[union-attr,misc]
-        undone=sum(isinstance(event, Review) and event.id in taken_back for event in ordered),
     )
 
 
 def _exam(exam: Exam, of_kind: Mapping[type, list[Event]]) -> ExamState:
-    sheets = [s for s in of_kind[Sheet] if isinstance(s, Sheet) and s.exam == exam.id and s.place < len(exam.items)]
-    latest = {sheet.place: sheet for sheet in sheets}
     handed_in = [s.at for s in of_kind[Submitted] if isinstance(s, Submitted) and s.exam == exam.id]
+    end = min([exam.at + timedelta(minutes=exam.minutes), *handed_in])  # what another page keeps later does not count
+    sheets = [s for s in of_kind[Sheet] if isinstance(s, Sheet) and s.exam == exam.id and s.at <= end]
+    latest = {sheet.place: sheet for sheet in sheets if sheet.place < len(exam.items)}
     return ExamState(
         id=exam.id,
         begun=exam.at,

@@ -111,6 +111,11 @@ def day(at: datetime, zone: tzinfo) -> date:
     return (at.astimezone(zone) - DAY_BEGINS).date()
 
 
+def begins(of: date, zone: tzinfo) -> datetime:
+    """When a reader's day begins."""
+    return datetime(of.year, of.month, of.day, tzinfo=zone) + DAY_BEGINS
+
+
 def is_due(held: Memory, at: datetime, zone: tzinfo) -> bool:
     """Whether an item wants to be reviewed: in its minute while it is learned, from the morning of its day later on."""
     if held.learning or held.due - held.last < timedelta(days=1):

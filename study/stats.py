@@ -78,10 +78,10 @@ def retention(progress: Progress, at: datetime, zone: tzinfo) -> Table:
     for past in progress.past.values():
         for (before, _), (when, rating) in itertools.pairwise(past):
             if day(before, zone) != day(when, zone):
-                weeks[(day(when, zone) - today).days // WEEK].append(rating > AGAIN)
-    kept = {week: answers for week, answers in sorted(weeks.items()) if len(answers) >= LEAST_REVIEWS}
+                weeks[(today - day(when, zone)).days // WEEK].append(rating > AGAIN)
+    kept = {week: answers for week, answers in sorted(weeks.items(), reverse=True) if len(answers) >= LEAST_REVIEWS}
     return {
-        "days_from_today": np.array([WEEK * week + WEEK // 2 for week in kept], dtype=np.int64),
+        "days_from_today": np.array([-(WEEK * week + WEEK // 2) for week in kept], dtype=np.int64),
         "recalled_share": np.array([float(np.mean(answers)) for answers in kept.values()]),
         "wished_share": np.full(len(kept), wished),
     }
@@ -119,15 +119,9 @@ def mastery(known: Mapping[str, Item], progress: Progress, at: datetime, group: 
 
 
 def calibration(progress: Progress) -> Table:
-    """Predicted values beside measured ones, those that a logarithm takes; directions are left out."""
-    pairs = [
-        (p.predicted, p.measured)
-        for p in progress.predictions
-        if p.predicted > 0 and p.measured > 0 and not _is_direction(p.predicted, p.measured)
-    ]
+    """Predicted values beside measured ones, those that a logarithm takes; of a claim only the first: whoever has seen
+    the number does not predict it any more."""
+    first = {p.claim or p.id: p for p in reversed(progress.predictions) if p.ask == "value"}
+    pairs = [(p.predicted, p.measured) for p in reversed(first.values()) if p.predicted > 0 and p.measured > 0]
     predicted = np.array([pair[0] for pair in pairs])
     return {"predicted": predicted, "measured": np.array([pair[1] for pair in pairs]), "equal": predicted}
-
-
-def _is_direction(predicted: float, measured: float) -> bool:
-    return predicted in (0.5, 2.0) and measured not in (0.5, 2.0)

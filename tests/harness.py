@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.base import Result, Run, make_run
+from engine.base import BaseParams, Result, Run, Stopped, make_run
 from engine.registry import Experiment, get
 
 
@@ -65,3 +65,18 @@ def assert_law_catches(law, name: str, old: str, new: str) -> None:
     law(get(name))
     with pytest.raises(AssertionError):
         law(mutant(name, old, new))
+
+
+def assert_stops_at_once(experiment: Experiment, params: BaseParams) -> None:
+    """A stop that is asked for is the last thing that a run hears of."""
+    calls = 0
+
+    def stop() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise Stopped("stop")
+
+    with pytest.raises(Stopped):
+        experiment.run(params, make_run(0, check_stop=stop))
+    assert calls == 7

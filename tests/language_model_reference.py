@@ -34,8 +34,16 @@ def trained() -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def read(tokens: tuple[int, ...], factor: float = 1.0, put: tuple[tuple[int, tuple[float, ...]], ...] = ()) -> Passed:
-    """A text read with the scale times ``factor``; ``put``: for some heads what stands in for their context."""
+def read(
+    tokens: tuple[int, ...],
+    factor: float = 1.0,
+    put: tuple[tuple[int, tuple[float, ...]], ...] = (),
+    window: int | None = None,
+    first: int = 0,
+) -> Passed:
+    """A text read with the scale times ``factor``; ``put``: for some heads what stands in for their context;
+    ``window``: how many keys up to its own a query sees, beside the ``first`` ones of the text.
+    """
     w, n = trained(), len(tokens)
     x = w["embedding"][list(tokens)]
     qs, ks, rows, contexts = [], [], [], []
@@ -49,8 +57,9 @@ def read(tokens: tuple[int, ...], factor: float = 1.0, put: tuple[tuple[int, tup
             )
             weights = np.zeros((n, n))
             for i in range(n):
-                e = np.exp((z := k[: i + 1] @ q[i] * factor / math.sqrt(D_K)) - z.max())
-                weights[i, : i + 1] = e / e.sum()
+                seen = [j for j in range(i + 1) if window is None or j > i - window or j < first]
+                e = np.exp((z := k[seen] @ q[i] * factor / math.sqrt(D_K)) - z.max())
+                weights[i, seen] = e / e.sum()
             context = weights @ (a @ w[f"{layer}.W_v"][of_head].T)
             for cut, instead in put:
                 if cut == N_HEADS * layer + head:

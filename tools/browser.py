@@ -140,13 +140,14 @@ def launch(playwright: Playwright) -> Browser:
 
 # Runs before the page's own scripts. Watches the protocol, because a short run comes and goes between two paints: a
 # BackMsg with field 11 asks for a script run, a ForwardMsg with field 6 says that one has finished (2: early, another
-# follows). Notes what is drawn on each canvas in which colour, since a canvas can't be asked afterwards what it shows.
+# follows). What a polled fragment asks for by itself (in field 11, field 6) does not count: where the fragment has gone
+# in the meantime, the server drops it without an answer. Notes what is drawn on each canvas in which colour, since a
+# canvas can't be asked afterwards what it shows.
 WATCH = """
 (() => {
   const lab = window.__lab = {runs: 0, pending: false};
   const colours = new WeakMap();
-  const field = (buffer, wanted) => {  // value of a varint field, true for any other kind, else undefined
-    const bytes = new Uint8Array(buffer);
+  const field = (bytes, wanted) => {  // a varint's value, a message's or text's bytes; else undefined
     let at = 0;
     const varint = () => {
       let value = 0, factor = 1;
@@ -159,11 +160,14 @@ WATCH = """
     };
     while (at < bytes.length) {
       const tag = varint(), kind = tag & 7;
-      const value = kind === 0 ? varint() : true;
+      let value;
+      if (kind === 0) value = varint();
+      else {
+        const size = kind === 2 ? varint() : kind === 1 ? 8 : 4;
+        value = bytes.subarray(at, at + size);
+        at += size;
+      }
       if (tag >> 3 === wanted) return value;
-      if (kind === 1) at += 8;
-      if (kind === 5) at += 4;
-      if (kind === 2) { const length = varint(); at += length; }
     }
   };
   const send = WebSocket.prototype.send;
@@ -172,11 +176,12 @@ WATCH = """
     if (!heard.has(this)) {
       heard.add(this);
       this.addEventListener('message', event => {
-        const finished = event.data instanceof ArrayBuffer ? field(event.data, 6) : undefined;
+        const finished = event.data instanceof ArrayBuffer ? field(new Uint8Array(event.data), 6) : undefined;
         if (finished !== undefined && finished !== 2) lab.pending = false;
       });
     }
-    if (typeof data !== 'string' && field(data.buffer ? data.slice().buffer : data, 11)) {
+    const asked = typeof data === 'string' ? undefined : field(data.buffer ? data.slice() : new Uint8Array(data), 11);
+    if (asked && !field(asked, 6)) {
       lab.runs += 1;
       lab.pending = true;
     }
@@ -270,7 +275,7 @@ class Visit:
 
     @property
     def runs(self) -> int:
-        """How many script runs this page has asked for."""
+        """How many script runs this page has asked for, polling aside."""
         return int(self.page.evaluate("() => window.__lab.runs"))
 
     def idle(self, *, after: int = 0, seconds: float = 60) -> None:

@@ -64,13 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--widths", nargs="+", type=int, default=[390, 1440], metavar="PX")
     parser.add_argument("--window", action="store_true", help="only what a window of 900 px shows, not the whole page")
     parser.add_argument("--script", default="app.py")
+    parser.add_argument("--data", type=Path, help="a folder that holds a reader's progress; the pages begin from it")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "shots")
     options = parser.parse_args(arguments)
 
     from playwright.sync_api import sync_playwright
 
     bad = 0
-    with serve(options.script) as app, sync_playwright() as playwright:
+    data = {"DATA_DIR": str(options.data.resolve())} if options.data else {}
+    with serve(options.script, environment=data) as app, sync_playwright() as playwright:
         browser = launch(playwright)
         for language in options.languages:
             for scheme in options.schemes:

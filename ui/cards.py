@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import streamlit as st
@@ -13,23 +14,46 @@ from content.loader import BrokenFile
 from content.schema import Card, Claim, FollowUp, Lab, Mistake
 from engine import registry
 from engine.runner import RunSpec
-from ui import bench, deck, frame, ledger, prose, runs, speaking, state, tables, text, verifying, widgets
+from study import desk
+from study.desk import Status
+from study.events import now
+from ui import (
+    bench,
+    deck,
+    frame,
+    learner,
+    ledger,
+    prose,
+    quiz,
+    runs,
+    sheets,
+    speaking,
+    state,
+    tables,
+    text,
+    verifying,
+    widgets,
+)
 from ui.text import say, t
 
 LEVELS = ("core", "deep", "trap")
+STATUSES = ("new", "due", "later")
 
 
 def draw() -> None:
-    """One card when the link names one, else the list."""
+    """One card when the link names one, a sheet of several to print, else the list."""
     wanted = state.link_value("card")
     cards = deck.deck().cards
-    if wanted is None:
+    if wanted is None and (which := state.link_value("sheet", sheets.choices())):
+        sheets.draw(which)
+    elif wanted is None:
         _list()
     elif wanted in cards:
         _card(cards[wanted])
     else:
         st.warning(t("no_such_card", card=re.sub(r"[^\w-]", "?", wanted)[:60]), icon=":material/search_off:")
         _list()
+    frame.turned_to(wanted or "cards")
 
 
 # -- the list ---------------------------------------------------------------------------------------------------------
@@ -49,7 +73,14 @@ def _list() -> None:
         # t("level_core") t("level_deep") t("level_trap")
         tracks = sorted(i for i, track in held.tracks.items() if any(c in held.cards for c in track.cards))
         track = st.pills(t("track"), tracks, key="card_track", format_func=lambda v: say(held.tracks[v].title))
-    found = [c for c in held.cards.values() if _matches(c, query, topic, level, track)]
+        status = st.pills(t("status"), STATUSES, key="card_status", format_func=lambda v: t(f"status_{v}"))
+        # t("status_new") t("status_due") t("status_later")
+    standing = _standing()
+    found = [
+        c
+        for c in held.cards.values()
+        if _matches(c, query, topic, level, track) and (not status or standing[c.id].name == status)
+    ]
     if not found:
         st.info(t("no_card_found") if held.cards else t("no_cards"), icon=":material/search_off:")
     for card in found:
@@ -58,9 +89,17 @@ def _list() -> None:
             st.caption(
                 f"{say(held.topics[card.topic].title)} · {t(f'level_{card.level}')} · {t('minutes', n=card.minutes)}"
             )
-            _badges(card)
+            _badges(card, standing[card.id])
             frame.link("cards", t("open_card"), icon=":material/arrow_forward:", card=card.id)
     _broken(held.broken)
+
+
+def _standing() -> Mapping[str, Status]:
+    """Where the reader stands with each card; as if nothing was met while the log is not at hand."""
+    found: dict[str, Status] = defaultdict(Status)
+    if learner.is_at_hand():
+        found.update(desk.statuses(quiz.known(), learner.progress(), now(), learner.zone()))
+    return found
 
 
 def _matches(card: Card, query: str, topic: str | None, level: str | None, track: str | None) -> bool:
@@ -112,11 +151,12 @@ def _top(card: Card) -> None:
             frame.link("cards", t("previous_card"), icon=":material/chevron_left:", card=ids[place - 1])
         if place + 1 < len(ids):
             frame.link("cards", t("next_card"), icon=":material/chevron_right:", card=ids[place + 1])
+        frame.link("quiz", t("practise_card"), icon=":material/quiz:", mode="practice", card=card.id)
 
 
 def _head(card: Card) -> None:
     st.header(say(card.question).strip(), anchor=False)
-    _badges(card)
+    _badges(card, _standing()[card.id])
     st.markdown(f"**{t('intent')}**　{prose.markdown(card, card.intent).strip()}")
     st.toggle(t("think_first"), key="think_first", help=t("think_first_help"), persist_state="session")
 
@@ -125,8 +165,12 @@ def _hidden(card: Card) -> bool:
     return bool(state.value_of("think_first")) and card.id not in state.reader().revealed
 
 
-def _badges(card: Card) -> None:
+def _badges(card: Card, standing: Status) -> None:
     with st.container(horizontal=True, gap="small"):
+        if standing.due:
+            st.badge(t("card_due", n=standing.due), icon=":material/event:", color="orange")
+        elif standing.next:
+            st.badge(t("card_next", day=standing.next), icon=":material/event:", color="gray")
         if card.asked:
             asked = t("asked", banks=card.asked.banks, of=card.asked.of)
             st.badge(asked, icon=":material/local_fire_department:", color="orange")

@@ -20,8 +20,10 @@ from ui import text
 
 HEIGHT = 330  # legend and titles included; some 260 are left for the plot
 MAX_ROWS = 4000
+BAR_ROOM = 14  # px
+FITS = 44  # Latin letters below a chart on a phone
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 4], [10, 4])  # a second sign beside the colour
-RATES = ("flop/s", "bytes/s")  # said with prefixes: 30G, not 30000000000
+PREFIXED = ("flop/s", "bytes/s", "flop")  # 30G, not 30000000000
 TEXT_COLOUR = {"light": "#1F2328", "dark": "#E6E4DF"}
 
 
@@ -36,7 +38,9 @@ class _Words:
     value: str
     series: tuple[str, ...]
     facets: tuple[str, ...]
+    by_is_number: bool
     x_is_text: bool
+    x_is_long: bool  # of text: its names do not fit beside each other on a phone
     single: bool  # one place on the x axis only
     signed: bool  # of a heat map: values on both sides of 0
     colour: str
@@ -75,6 +79,7 @@ def _labelled(plot: Plot, table: Table) -> pd.DataFrame:
 
 def _prepare(plot: Plot, table: Table) -> tuple[pd.DataFrame, _Words]:
     frame = _labelled(plot, table).head(MAX_ROWS)
+    x_is_text = frame[plot.x].dtype.kind not in "iuf"
     words = _Words(
         x=text.with_unit(plot.x, plot.x_unit),
         y=text.with_unit(plot.y, plot.y_unit),
@@ -83,7 +88,9 @@ def _prepare(plot: Plot, table: Table) -> tuple[pd.DataFrame, _Words]:
         value=text.name(plot.value, plain=True) if plot.value else "",
         series=_in_order(frame[plot.by]) if plot.by else (),
         facets=_in_order(frame[plot.facet]) if plot.facet else (),
-        x_is_text=frame[plot.x].dtype.kind not in "iuf",
+        by_is_number=bool(plot.by) and frame[plot.by].dtype.kind in "iuf",
+        x_is_text=x_is_text,
+        x_is_long=x_is_text and sum(_width(name) + 2 for name in frame[plot.x].unique()) > FITS,
         single=frame[plot.x].nunique() == 1,
         signed=_is_signed(plot, table),
         colour=TEXT_COLOUR[st.context.theme.type or "light"],
@@ -105,6 +112,16 @@ def _in_order(column: Any) -> tuple[str, ...]:
     return tuple(str(v) for v in dict.fromkeys(column))
 
 
+def _width(name: str) -> int:
+    """How wide a name is, in Latin letters; a Chinese one is about two."""
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in name)
+
+
+def _names(are_long: bool) -> dict[str, Any]:
+    """An axis of names: level, or slanted where they would push each other off it. None is left out."""
+    return {"labelOverlap": False, "labelLimit": 180} | ({"labelAngle": -40} if are_long else {"labelAngle": 0})
+
+
 def _small(column: np.ndarray) -> np.ndarray:
     """Smaller numbers, fewer bytes on the wire; a chart can't show more digits."""
     return column.astype(np.float32) if column.dtype == np.float64 else column
@@ -116,11 +133,11 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
     import altair as alt
 
     source = alt.NamedData(name="rows")
-    x = (
-        alt.X(plot.x, type="nominal", sort=None, title=words.x, axis=alt.Axis(labelAngle=0))
-        if words.x_is_text
-        else alt.X(plot.x, type="quantitative", title=words.x, scale=_scale(plot.x_scale), axis=_axis(plot.x_scale))
-    )
+    if words.x_is_text:
+        x = alt.X(plot.x, type="nominal", sort=None, title=words.x, axis=alt.Axis(**_names(words.x_is_long)))
+    else:  # half a bar beside the first number must not begin the axis at the round number before it
+        scale = _scale(plot.x_scale, nice=plot.mark != "bar")
+        x = alt.X(plot.x, type="quantitative", title=words.x, scale=scale, axis=_axis(plot.x_scale))
     y = alt.Y(
         plot.y,
         type="quantitative",
@@ -139,9 +156,9 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
     if plot.by:
         legend = alt.Legend(
             orient="top",
-            title=None,
+            title=words.by if words.by_is_number else None,  # a number alone does not say what it is of
             columns=_legend_columns(words.series),
-            labelLimit=240,
+            labelLimit=300,
             symbolType="stroke" if plot.mark == "line" else "circle",  # a stroke of bars has no colour
             symbolSize=260,
             symbolStrokeWidth=3,
@@ -220,9 +237,9 @@ def _dash(i: int) -> list[int]:
 
 
 def _legend_columns(series: tuple[str, ...]) -> int:
-    """As many as fit beside each other in the narrow panel of a card."""
-    longest = max((sum(2 if east_asian_width(c) in "WF" else 1 for c in name) for name in series), default=0)
-    return 3 if longest <= 9 else 2 if longest <= 18 else 1
+    """As many as fit beside each other over the plot of a phone, of some 250 px: a sign, a name, and room between."""
+    longest = max(map(_width, series), default=0)
+    return 3 if longest <= 7 else 2 if longest <= 14 else 1
 
 
 def _mark(base: Any, plot: Plot, single: bool) -> Any:
@@ -237,18 +254,20 @@ def _mark(base: Any, plot: Plot, single: bool) -> Any:
     return base.mark_point(filled=True, size=60, opacity=1)
 
 
-def _scale(kind: str, mark: str = "line") -> Any:
+def _scale(kind: str, mark: str = "line", *, nice: bool = True) -> Any:
     import altair as alt
 
     if kind == "linear":
-        return alt.Scale(zero=mark in ("bar", "area"), nice=True)
-    return alt.Scale(type="log", base=2 if kind == "log2" else 10, nice=False)
+        return alt.Scale(zero=mark in ("bar", "area"), nice=nice)
+    # a logarithm has no 0 for bars to begin at: they begin a little below the smallest, which would have no height else
+    room = {"padding": BAR_ROOM} if mark == "bar" else {}
+    return alt.Scale(type="log", base=2 if kind == "log2" else 10, nice=False, **room)
 
 
 def _axis(kind: str, unit: str = "1") -> Any:
     import altair as alt
 
-    if unit in RATES:
+    if unit in PREFIXED:
         return alt.Axis(format="~s", grid=True, tickCount=6)
     if kind == "log10":
         return alt.Axis(format="~g", grid=True, tickCount=6)

@@ -55,13 +55,13 @@ class WarmUp:
             runner.settle_process()  # imports torch
             devices.available()
             # what was made so far lives as long as the process: the collector need not look at it again
-            learner.prepare()
             gc.collect()
             gc.freeze()
         except (ImportError, OSError) as error:  # torch missing, or its libraries do not load: the pages say so
             log.error("the engine can't start", exc_info=error)
             self.failure = error
         self.ready.set()
+        learner.prepare()  # whatever becomes of it, the engine is there
 
 
 @st.cache_resource(show_spinner=False)

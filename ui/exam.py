@@ -1,15 +1,17 @@
 """The exam of the Quiz page: a number of items and a clock, an answer sheet, one submission, the wrong ones once more.
 
-The sheet is in the log: an exam goes on after a reload, on another page and on another machine. When the clock runs out
-the sheet counts as it stands, also where no page was open then.
+The sheet is in the log, and every choice goes onto it at once: an exam goes on after a reload, on another page and on
+another machine. When the clock runs out the sheet counts as it stands, also where no page was open then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from math import ceil
 
 import streamlit as st
 
@@ -22,13 +24,13 @@ from study.grading import Grade
 from study.items import Item, NumericQuestion, PredictQuestion, Question, pose
 from study.progress import ExamState
 from study.schedule import AGAIN, GOOD
-from ui import asking, deck, frame, learner, measuring, state
+from ui import asking, deck, frame, learner, measuring, prose, state
 from ui.boundary import fragment
-from ui.text import say, t
+from ui.text import item_kind, say, t
 
 SIZES = (5, 10, 20, 40)
 MINUTES_AN_ITEM = 1.5
-MARKS = {"answered": ":material/check_box:", "open": ":material/check_box_outline_blank:", "flagged": ":material/flag:"}
+ANSWERED, OPEN, FLAGGED = ":material/check_box:", ":material/check_box_outline_blank:", ":material/flag:"
 
 
 def draw() -> None:
@@ -41,7 +43,7 @@ def draw() -> None:
     if running is not None:
         _sheet(running)
         return
-    if exams:
+    if exams and exams[-1].submitted is not None:
         _result(exams[-1])
     _new()
 
@@ -66,7 +68,7 @@ def _question(item: str, attempt: int) -> tuple[Question, Card]:
 def _new() -> None:
     st.subheader(t("exam_new"), anchor=False)
     cards = deck.deck().cards
-    with st.form("exam-form", border=True):
+    with st.container(border=True):
         topics = list(dict.fromkeys(card.topic for card in cards.values()))
         st.pills(
             t("topic"),
@@ -76,9 +78,21 @@ def _new() -> None:
             format_func=lambda v: say(deck.deck().topics[v].title),
             help=t("exam_topics_help"),
         )
-        st.segmented_control(t("exam_size"), SIZES, default=10, key="exam_size", required=True)
-        st.number_input(t("exam_minutes"), 1, 240, 15, key="exam_minutes", help=t("exam_minutes_help"))
-        st.form_submit_button(t("exam_begin"), type="primary", icon=":material/timer:", on_click=_begin)
+        size = st.segmented_control(
+            t("exam_size"), SIZES, default=10, key="exam_size", required=True, on_change=_fit_minutes
+        )
+        st.number_input(
+            t("exam_minutes"), 1, 240, _minutes(size or 10), key="exam_minutes", help=t("exam_minutes_help")
+        )
+        st.button(t("exam_begin"), key="exam-begin", type="primary", icon=":material/timer:", on_click=_begin)
+
+
+def _minutes(n_items: int) -> int:
+    return ceil(MINUTES_AN_ITEM * n_items)
+
+
+def _fit_minutes() -> None:
+    state.set_value("exam_minutes", _minutes(int(state.value_of("exam_size"))))
 
 
 def _begin() -> None:
@@ -107,37 +121,17 @@ def _sheet(exam: ExamState) -> None:
         t("exam_sheet"), places, default=0, key=key, format_func=lambda p: _mark(exam, p), required=True
     )
     item, attempt = exam.items[place]
-    if item not in _items():
-        st.warning(t("exam_item_gone"), icon=":material/search_off:")
-    else:
+    if item in _items():
         _place(exam, place, *_question(item, attempt))
-    with st.container(horizontal=True):
-        for step, label, icon, name in ((-1, "exam_back", "chevron_left", "P"), (1, "exam_next", "chevron_right", "N")):
-            # t("exam_back") t("exam_next")
-            st.button(
-                t(label),
-                key=f"exam{step}",
-                icon=f":material/{icon}:",
-                shortcut=name,
-                disabled=not 0 <= place + step < len(places),
-                on_click=state.set_value,
-                args=(key, place + step),
-            )
-        flagged = place in exam.flagged
-        st.button(
-            t("exam_unflag") if flagged else t("exam_flag"),
-            key="exam-flag",
-            icon=MARKS["flagged"],
-            shortcut="F",
-            on_click=_keep,
-            args=(exam, place, exam.answers.get(place, ""), not flagged),
-        )
+        frame.turned_to(f"{exam.id}-{place}")
+    else:
+        st.warning(t("exam_item_gone"), icon=":material/search_off:")
     _ending(exam)
 
 
 def _mark(exam: ExamState, place: int) -> str:
-    kind = "flagged" if place in exam.flagged else "answered" if place in exam.answers else "open"
-    return f"{MARKS[kind]} {place + 1}"
+    flag = FLAGGED if place in exam.flagged else ""
+    return f"{ANSWERED if place in exam.answers else OPEN}{flag} {place + 1}"
 
 
 def _clock(exam: ExamState) -> None:
@@ -149,31 +143,79 @@ def _clock(exam: ExamState) -> None:
 
 
 def _place(exam: ExamState, place: int, question: Question, card: Card) -> None:
-    given = exam.answers.get(place, "")
+    """One item of the sheet. What stands in the controls is kept with each change."""
+    key, given, flagged = f"exam-{exam.id}-{place}", exam.answers.get(place, ""), place in exam.flagged
+
+    def keep(answer: str) -> None:
+        if _refused(question, answer) is None:
+            _keep(exam.id, place, answer, flagged)
+
     with st.container(border=True):
         asking.prompt(question, card)
-        key = f"exam-{exam.id}-{place}"
-
-        def take(answer: str) -> None:
-            try:
-                grading.readable(question, answer)
-            except Unreadable as refused:
-                state.reader().messages[key] = asking.fault(refused)
-                return
-            state.reader().messages.pop(key, None)
-            _keep(exam, place, answer, place in exam.flagged)
-            if place + 1 < len(exam.items):
-                state.set_value(f"exam-place-{exam.id}", place + 1)
-
-        asking.controls(question, key, given, take, t("exam_keep"))
-        if key in state.reader().messages:
-            st.warning(state.reader().messages[key], icon=":material/edit:")
-        if given:
+        asking.open_controls(question, key, given, keep)
+        if (refused := _refused(question, asking.written(question, key))) is not None:
+            st.warning(asking.fault(refused.reason, refused.values), icon=":material/edit:")
+        elif given:
             st.caption(t("exam_kept"))
+    with st.container(horizontal=True):
+        st.button(
+            t("exam_back"),
+            key=f"{key}-back-one",
+            icon=":material/chevron_left:",
+            shortcut="P",
+            disabled=place == 0,
+            on_click=_turn,
+            args=(exam.id, place - 1),
+        )
+        st.button(
+            t("exam_next"),
+            key=f"{key}-next",
+            icon=":material/chevron_right:",
+            shortcut="N",
+            type="primary",
+            disabled=place + 1 == len(exam.items),
+            on_click=_turn,
+            args=(exam.id, place + 1),
+        )
+        st.button(
+            t("exam_unflag") if flagged else t("exam_flag"),
+            key=f"{key}-flag",
+            icon=FLAGGED,
+            shortcut="F",
+            on_click=_flag,
+            args=(exam.id, place),
+        )
 
 
-def _keep(exam: ExamState, place: int, answer: str, flagged: bool) -> None:
-    learner.record(Sheet(at=now(), exam=exam.id, place=place, answer=answer, flagged=flagged))
+def _refused(question: Question, answer: str) -> Unreadable | None:
+    """Why an answer can't be read; None where it can, or is none."""
+    try:
+        if answer.strip():
+            grading.readable(question, answer)
+    except Unreadable as refused:
+        return refused
+    return None
+
+
+def _turn(exam: str, place: int) -> None:
+    state.set_value(f"exam-place-{exam}", place)
+
+
+def _running(exam: str) -> ExamState | None:
+    """An exam as its sheet stands now; None once it was handed in."""
+    return next((e for e in learner.progress().exams if e.id == exam and e.submitted is None), None)
+
+
+def _flag(exam: str, place: int) -> None:
+    sheet = _running(exam)
+    if sheet is not None:
+        _keep(exam, place, sheet.answers.get(place, ""), place not in sheet.flagged)
+
+
+def _keep(exam: str, place: int, answer: str, flagged: bool) -> None:
+    sheet = _running(exam)
+    if sheet is not None and (sheet.answers.get(place, ""), place in sheet.flagged) != (answer, flagged):
+        learner.record(Sheet(at=now(), exam=exam, place=place, answer=answer, flagged=flagged))
 
 
 def _ending(exam: ExamState) -> None:
@@ -182,13 +224,12 @@ def _ending(exam: ExamState) -> None:
         st.markdown(t("exam_open_places", n=left) if left else t("exam_all_answered"))
         if exam.flagged:
             st.markdown(t("exam_flagged_places", places=", ".join(str(place + 1) for place in sorted(exam.flagged))))
-        st.button(t("exam_hand_in_now"), key="hand-in", type="primary", on_click=_hand_in, args=(exam,))
+        st.button(t("exam_hand_in_now"), key="hand-in", on_click=_hand_in, args=(exam,))
 
 
 def _hand_in(exam: ExamState) -> None:
     """Once, however often it is clicked, and with the time of the clock where that ran out before."""
-    current = next((e for e in learner.progress().exams if e.id == exam.id), None)
-    if current is not None and current.submitted is None:
+    if _running(exam.id) is not None:
         learner.record(Submitted(at=min(now(), _ends(exam)), exam=exam.id))
 
 
@@ -214,24 +255,39 @@ def _result(exam: ExamState) -> None:
             on_click=_again,
             args=(tuple(exam.items[place] for place in wrong),),
         )
+    _by_topic(exam, grades)
     for place, (item, attempt) in enumerate(exam.items):
         if place not in grades:
             continue
-        grade = grades[place]
-        icon = ":material/check:" if grade.right else ":material/close:"
+        grade, answer = grades[place], exam.answers.get(place, "")
         question, card = _question(item, attempt)
-        with st.expander(
-            f"{place + 1}. {say(card.question).strip()}", icon=icon, key=f"result-{exam.id}-{place}", on_change="rerun"
-        ) as fold:
+        name, icon = asking.sign(answer, grade)
+        asked = getattr(question, "prompt", None) or card.question  # some are asked in words of the interface
+        title = f"{icon} {place + 1}. {t(name)} · {item_kind(question.item.kind)} · {prose.cited(say(asked).strip())}"
+        with st.expander(title, key=f"result-{exam.id}-{place}", on_change="rerun") as fold:
             if fold.open:
                 asking.prompt(question, card)
-                asking.verdict(question, card, exam.answers.get(place, ""), grade, _measured(exam).get(place))
+                asking.verdict(question, card, answer, grade, _measured(exam).get(place))
                 frame.link("cards", t("quiz_read_card"), icon=":material/style:", card=card.id)
+
+
+def _by_topic(exam: ExamState, grades: Mapping[int, Grade]) -> None:
+    held = deck.deck()
+    by_topic: dict[str, list[bool]] = {}
+    for place, grade in grades.items():
+        topic = held.cards[desk.card_of(exam.items[place][0])].topic
+        by_topic.setdefault(topic, []).append(grade.right)
+    rows = [
+        {t("topic"): say(held.topics[topic].title), t("exam_right"): f"{sum(right)} / {len(right)}"}
+        for topic, right in by_topic.items()
+    ]
+    if len(rows) > 1:
+        st.table(rows, border="horizontal")
 
 
 def _again(items: tuple[tuple[str, int], ...]) -> None:
     """The wrong ones once more, as they were, with the usual time."""
-    _start(items, max(1.0, MINUTES_AN_ITEM * len(items)))
+    _start(items, float(_minutes(len(items))))
 
 
 def _measured(exam: ExamState) -> dict[int, float]:
@@ -241,16 +297,16 @@ def _measured(exam: ExamState) -> dict[int, float]:
 def _grades(exam: ExamState) -> dict[int, Grade] | None:
     """The grade of each place; None while the engine is asked. The reviews are kept once."""
     questions = {place: _question(*each) for place, each in enumerate(exam.items) if each[0] in _items()}
-    wanted = {p: q for p, (q, _) in questions.items() if grading.wants_run(q) and exam.answers.get(p)}
+    wanted = {p: q for p, (q, _) in questions.items() if grading.wants_run(q)}  # also to show what it would have been
     if wanted and exam.id not in state.reader().exam_runs and not _run(exam, wanted):
         return None
     measured = _measured(exam)
-    grades = {
-        place: grading.grade(question, exam.answers[place], measured.get(place))
-        if exam.answers.get(place)
-        else Grade(0.0)
-        for place, (question, _) in questions.items()
-    }
+    grades = {}
+    for place, (question, _) in questions.items():
+        answer = exam.answers.get(place, "")
+        # an item that was edited since may not know this answer any more: it does not count
+        with contextlib.suppress(Unreadable):
+            grades[place] = grading.grade(question, answer, measured.get(place)) if answer else Grade(0.0)
     _remember(exam, grades)
     return grades
 
@@ -277,7 +333,8 @@ def _remember(exam: ExamState, grades: Mapping[int, Grade]) -> None:
     """The answers of an exam as reviews that move no date, once: their ids follow from the exam."""
     assert exam.submitted is not None
     kept = {review.id for review in learner.progress().reviews}
-    if all(review_id(exam.id, place) in kept for place in grades):
+    answered = [place for place in grades if exam.answers.get(place)]
+    if all(review_id(exam.id, place) in kept for place in answered):
         return
     learner.record(
         *(
@@ -286,13 +343,13 @@ def _remember(exam: ExamState, grades: Mapping[int, Grade]) -> None:
                 at=exam.submitted,
                 item=exam.items[place][0],
                 mode="exam",
-                score=grade.score,
-                rating=GOOD if grade.right else AGAIN,
+                score=grades[place].score,
+                rating=GOOD if grades[place].right else AGAIN,
                 counts=False,
                 attempt=exam.items[place][1],
-                answer=exam.answers.get(place, ""),
+                answer=exam.answers[place],
             )
-            for place, grade in grades.items()
+            for place in answered
         )
     )
 

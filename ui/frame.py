@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import streamlit as st
+from streamlit.components import v2
 
 from content.loader import ContentError
 from content.schema import LANGUAGES
@@ -25,8 +26,14 @@ PAGES = {
     "claims": ("pages/claims.py", ":material/fact_check:"),
 }
 KEEPING = ("quiz", "progress")  # these bring what they record to the browser themselves, in their fragments
-ICON = Path(__file__).parent / "icon.svg"
+HERE = Path(__file__).parent
+ICON = HERE / "icon.svg"
 LANGUAGE_NAMES = {"en": "English", "zh": "中文"}
+
+
+# declared once a process: a declaration in a script run would be a new component each time
+_look = v2.component("look", css=(HERE / "look.css").read_text("utf-8"), isolate_styles=False)
+_page = v2.component("page", js=(HERE / "page.js").read_text("utf-8"))
 
 
 @contextmanager
@@ -51,16 +58,23 @@ def page(page_id: str) -> Iterator[None]:
         initial_sidebar_state="auto",
     )
     _sidebar(page_id)
+    _look(key="look", height=0)
     state.reader().drawn_jobs.clear()
-    with guarded(f"page {page_id}"):
+    with guarded("the log"):
         if learner.is_at_hand():
             learner.restore()
+    with guarded(f"page {page_id}"):
         verifying.collect()
         yield
         if page_id not in KEEPING:
             learner.keep()
         jobbar.foot()
     engine.warm_up().start()
+
+
+def turned_to(place: str) -> None:
+    """Say what a page shows, where it shows one thing after another: when it turns to another, it starts at its top."""
+    _page(data={"place": place}, key="page", height=0)
 
 
 def link(page_id: str, label: str, *, icon: str | None = None, **query: str) -> None:
@@ -88,8 +102,7 @@ def _sidebar(page_id: str) -> None:
 
 def _language_switch() -> None:
     key = "language_switch"
-    if state.value_of(key) != state.language():
-        state.set_value(key, state.language())
+    state.set_value(key, state.language())  # each time: on the next page it is another widget, which shows nothing else
     st.segmented_control(
         "Language · 语言",
         LANGUAGES,

@@ -7,6 +7,7 @@ import streamlit as st
 from engine import devices, registry
 from engine.registry import Experiment
 from ui import bench, engine, runs, state, sweep, text, widgets
+from ui.deck import deck
 from ui.text import say, t
 
 KNOWN = ("lang", "experiment", "seed", "device", "dtype", "pin", *sweep.LINK)  # of a link, beside parameters
@@ -55,10 +56,11 @@ def _setup(experiment: Experiment) -> bench.Setup:
     refused += sweep.refused(experiment, link)
     refused += [name for name in link if name not in {*experiment.Params.specs(), *KNOWN}]
     refused += runs.from_link_list(experiment, slot)
-    if refused:  # kept: the next script run finds a mended link
-        state.reader().messages[f"{slot}:link"] = ", ".join(dict.fromkeys(refused))
+    if refused:  # kept, and added to: the next script run finds a link that is mended, or mended in part
+        said = state.reader().messages.get(f"{slot}:link", "").splitlines()
+        state.reader().messages[f"{slot}:link"] = "\n".join(dict.fromkeys(said + refused))
     if names := state.reader().messages.get(f"{slot}:link"):
-        st.warning(t("link_refused", names=names), icon=":material/link_off:")
+        st.warning(t("link_refused", names=", ".join(map(_in_link, names.splitlines()))), icon=":material/link_off:")
     with st.container(horizontal=True):
         seed = st.number_input(t("seed"), 0, runs.MOST_SEED, start.seed, key=state.control_key(slot, "seed"), width=140)
         device, dtype = start.device, start.dtype
@@ -85,6 +87,12 @@ def _setup(experiment: Experiment) -> bench.Setup:
         dtype=dtype,
         of_lab=True,
     )
+
+
+def _in_link(name: str) -> str:
+    """A parameter as its control is called, and as the link has it."""
+    known = deck().strings.names
+    return f"{text.name(name, plain=True)} (`{name}`)" if name in known else f"`{name}`"
 
 
 def _code(experiment: Experiment) -> None:

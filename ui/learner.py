@@ -7,12 +7,14 @@ a script in the page keeps; the server holds the log of a visit only as long as 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
 import threading
-from collections.abc import Iterable
-from datetime import UTC, tzinfo
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime, tzinfo
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -22,8 +24,8 @@ from streamlit.components import v2
 
 from claims.verify import Verdict
 from study import log as logs
-from study.events import BadLine, Event, Prediction, now, read_line, write_line
-from study.log import Log, MemoryLog, SqlLog
+from study.events import Event, Prediction, now, write_line
+from study.log import Log, MemoryLog, NotKept, SqlLog
 from study.measured import event_of, verdict_of
 from study.progress import Progress, fold
 from ui import state
@@ -31,6 +33,7 @@ from ui.deck import deck
 from ui.text import t
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOOK_S = 0.5  # how old what another tab has added may be
 ONLY_READER = "reader"  # of a file that is one person's
 
 # declared once a process: a declaration in a script run would be a new component each time
@@ -51,13 +54,18 @@ def place() -> str:
 def _login() -> str | None:
     """What names the reader who is logged in; None where nobody is, or can."""
     try:
-        return str(st.user.get("sub") or st.user.get("email") or "") or None if st.user.is_logged_in else None
+        if not st.user.is_logged_in:
+            return None
     except AttributeError:  # a host without a login has no such field
         return None
+    # a name is unique with its issuer only, and may be longer than a column
+    named = f"{st.user.get('iss', '')}\n{st.user.get('sub') or st.user.get('email')}"
+    return hashlib.sha256(named.encode()).hexdigest()
 
 
-@st.cache_resource(show_spinner=False)
-def _engine(url: str) -> Any:
+@st.cache_resource(show_spinner=False, max_entries=4)
+def _engine(url: str, file: int | None) -> Any:
+    """A database that is ready; of a ``file`` that was deleted meanwhile another one."""
     from study.database import connect
 
     return connect(url)
@@ -71,9 +79,11 @@ _prepared = threading.Event()  # the database was opened once, outside a script 
 def prepare() -> None:
     """Open the database of this process, in the warm-up: its libraries take half a second to import."""
     url = os.environ.get("DATABASE_URL") or (logs.file_url() if place() == "file" else None)
-    if url:
-        _open_database(url)
-    _prepared.set()
+    try:
+        if url:
+            _open_database(url)
+    finally:
+        _prepared.set()
 
 
 def is_at_hand() -> bool:
@@ -85,7 +95,9 @@ def reader_log() -> Log:
     """The log of this visit's reader. A database that can't be had is told once, and the visit goes on without it."""
     reader = state.reader()
     if reader.log is None:
+        reader.progress, reader.log_failed = None, ""
         reader.log = _open()
+        reader.log_file = logs.file_mark()
     return reader.log
 
 
@@ -103,39 +115,108 @@ def _open() -> Log:
 def _open_database(url: str) -> Any:
     """The database, or the error that stands in its place."""
     with _importing:
+        from alembic.util import CommandError
         from sqlalchemy.exc import SQLAlchemyError
 
         try:
-            return _engine(url)
-        except (SQLAlchemyError, OSError) as error:
+            if not url.startswith("sqlite"):
+                return _engine(url, None)
+            if logs.file_mark() is None:
+                from study.database import connect
+
+                connect(url).dispose()  # makes the file; the connections that are kept stand for that very file
+            return _engine(url, logs.file_mark())
+        # the driver is missing; the tables are of a newer app; the host does not answer; the folder can't be made
+        except (SQLAlchemyError, CommandError, ImportError, OSError) as error:
             log.error("progress can't be kept: %s", error)
             return error
 
 
 def progress() -> Progress:
-    """What the log says, computed anew when it has grown, here or in another tab."""
-    reader, held = state.reader(), reader_log()
-    size = held.size()
-    if reader.progress is None or reader.progress[0] != size:
-        reader.progress = (size, fold(held.events()))
-    found: Progress = reader.progress[1]
-    return found
+    """What the log says, computed anew when it has changed, here or in another tab; asked for often in a script run,
+    so it looks only once in a while."""
+    reader, clock = state.reader(), time.monotonic()
+    if reader.progress is not None and clock - reader.progress.looked < LOOK_S:
+        return reader.progress.progress
+    try:
+        held = _current_log()
+        known, mark = reader.progress, held.mark()
+        if known is None or known.mark != mark:
+            known = reader.progress = _folded(held, mark, known)
+        if place() != "browser":
+            reader.browser.lost = held.lost
+        if isinstance(held, SqlLog):  # not one that stands in for a database that could not be had
+            reader.log_failed = ""
+    except NotKept as failed:  # the pages go on with what is known; the next look tries again
+        log.error("progress can't be read: %s", failed.__cause__)
+        reader.log_failed = str(failed)
+        known = reader.progress = reader.progress or state.Folded((-1, None), Progress(), [])
+    known.looked = clock
+    return known.progress
 
 
-def record(*events: Event) -> None:
-    """Add to the log. What is recorded is kept when this returns; in a browser, when the page is drawn."""
+def _folded(held: Log, mark: tuple[int, object], known: state.Folded | None) -> state.Folded:
+    """What the log says now; where it has grown by what was recorded here alone, without reading all of it again."""
+    if known is not None and known.recorded and mark[0] == known.mark[0] + len(known.recorded):
+        events = known.events + known.recorded
+    else:
+        events = held.events()
+    return state.Folded(mark, fold(events), events)
+
+
+def _current_log() -> Log:
+    """The reader's log, opened anew when its file was deleted: a connection would go on writing into a lost one."""
+    reader = state.reader()
+    if reader.log is not None and place() == "file" and reader.log_file != logs.file_mark():
+        reader.log = reader.progress = None
+    return reader_log()
+
+
+def _say_not_kept(failed: NotKept) -> None:
+    log.error("progress can't be kept: %s", failed.__cause__)
+    st.toast(t("not_kept", kind=failed), icon=":material/error:", duration="long")
+
+
+def look_again() -> None:
+    """What is asked next is what the log says now."""
+    if state.reader().progress is not None:
+        state.reader().progress.looked = -math.inf
+
+
+def record(*events: Event) -> bool:
+    """Add to the log; whether it is kept, in a browser when the page is drawn. What is not is said."""
     if not events:
-        return
-    reader_log().append(events)
+        return True
+    reader = state.reader()
+    try:
+        _current_log().append(events)
+    except NotKept as failed:
+        _say_not_kept(failed)
+        return False
+    if reader.progress is not None:
+        reader.progress.recorded += events
+    look_again()
+    reader.told.pop("forget", None)  # there is something again
     if place() == "browser":
-        state.reader().browser.lines += [write_line(event) for event in events]
+        reader.browser.lines += [write_line(event) for event in events]
+    return True
 
 
-def predicted(experiment: str, metric: str, value: float, measured: float, claim: str = "") -> None:
+def predicted(
+    experiment: str, metric: str, value: float, measured: float, claim: str = "", *, is_direction: bool = False
+) -> None:
     """A number that was committed to before a run, and what came out. What is no number has no place in a log."""
     if math.isfinite(value) and math.isfinite(measured):
         record(
-            Prediction(at=now(), experiment=experiment, metric=metric, predicted=value, measured=measured, claim=claim)
+            Prediction(
+                at=now(),
+                ask="direction" if is_direction else "value",
+                experiment=experiment,
+                metric=metric,
+                predicted=value,
+                measured=measured,
+                claim=claim,
+            )
         )
 
 
@@ -162,36 +243,56 @@ def restore() -> None:
                 reader.verdicts[name] = verdict
 
 
-def keep_all() -> None:
-    """After an import: everything goes into the visitor's browser, where that is the place."""
+def imported(events: Sequence[Event]) -> int | None:
+    """Take the events of a file into the log, and into the visitor's browser where that is the place.
+
+    Returns how many were new; None where they can't be kept.
+    """
+    try:
+        new = _current_log().append(events)
+    except NotKept as failed:
+        _say_not_kept(failed)
+        return None
+    state.reader().progress = None
     if place() == "browser":
-        held = state.reader().browser
-        held.sent += len(held.lines)  # an acknowledgement that is under way speaks of those, not of the new ones
-        held.lines = [write_line(event) for event in reader_log().events()]
+        state.reader().browser.imported += [write_line(event) for event in events]
+    return new
 
 
-def forget() -> None:
-    """Delete the reader's whole log, here and in their browser."""
+def forget() -> bool:
+    """Delete the reader's whole log, here and in their browser; whether that was done."""
     reader = state.reader()
-    reader_log().forget()
-    reader.progress = None
-    reader.asking.clear()
-    reader.exam_runs.clear()
-    before = reader.browser
-    reader.browser = state.InBrowser(read=True, forget=True, sent=before.sent + len(before.lines))
+    try:
+        _current_log().forget()
+    except NotKept as failed:
+        _say_not_kept(failed)
+        return False
+    reader.progress = reader.plan = None
+    reader.restored, reader.browser.lost, reader.more_minutes = 0, 0, (None, 0.0)
+    for held in (reader.asking, reader.exam_runs, reader.verdicts, reader.refuted):
+        held.clear()
+    if place() == "browser":
+        before = reader.browser
+        end = before.sent + len(before.lines)  # acknowledgements under way speak of these
+        reader.browser = state.InBrowser(read=True, forget=now().isoformat(), sent=end)
+    return True
 
 
 def keep() -> None:
     """Drawn with whatever may record something: takes the log out of the visitor's browser, and brings it there."""
     if place() != "browser":
         return
-    held = state.reader().browser
+    reader = state.reader()
+    held = reader.browser
     answer = _saved_log(
         data={
+            "visit": reader.id,
             "lines": held.lines,
             "end": held.sent + len(held.lines),
+            "imported": held.imported,
             "read": held.read,
-            "forget": held.sent if held.forget else None,
+            "forget": held.forget,
+            "forgotten": held.forgotten,
             "failed": held.failed,
         },
         key="saved_log",
@@ -200,30 +301,42 @@ def keep() -> None:
         on_forgot_change=lambda: None,
         height=0,
     )
-    if answer.forgot == held.sent:
-        held.forget = False
-    if answer.kept and answer.kept > held.sent:
-        del held.lines[: answer.kept - held.sent]
-        held.sent = answer.kept
-    if answer.log and (not held.read or (answer.log["failed"] and not held.failed)):
-        held.read, held.failed = True, str(answer.log["failed"])
-        state.reader().log_failed = held.failed
-        taken, lost = readable(str(answer.log["held"]))
-        reader_log().append(taken)
-        held.lost = lost
+    if _is_ours(answer.forgot) and answer.forgot["forgotten"] == held.forget:
+        held.forgotten, held.forget = held.forget, ""
+    if _is_ours(answer.kept):
+        if answer.kept["end"] > held.sent:
+            del held.lines[: answer.kept["end"] - held.sent]
+            held.sent = answer.kept["end"]
+        if answer.kept["imported"] == len(held.imported):
+            held.imported = []
+    if _is_ours(answer.log):
+        _take(answer.log)
         st.rerun()
 
 
-def readable(text: str) -> tuple[list[Event], int]:
-    """The events of a browser's log, and the number of lines that are none. One damaged line must not cost the others;
-    it stays where it is."""
-    events, lost = [], 0
-    for line in filter(str.strip, text.splitlines()):
-        try:
-            events.append(read_line(line))
-        except BadLine:
-            lost += 1
-    return events, lost
+def _is_ours(answer: Any) -> bool:
+    """Whether an answer of the browser is for this visit: a page that slept is taken up by another one."""
+    return bool(answer) and answer["visit"] == state.reader().id
+
+
+def _take(answer: Mapping[str, Any]) -> None:
+    """What the browser holds becomes this visit's log; or why it holds nothing."""
+    reader = state.reader()
+    held = reader.browser
+    if answer["failed"]:
+        held.failed = reader.log_failed = str(answer["failed"])
+        return
+    if held.read and held.forgotten != answer["forgotten"]:
+        # another tab has forgotten: what was older is gone here too, what was recorded meanwhile is not
+        forgotten = datetime.fromisoformat(str(answer["forgotten"]))
+        newer = [event for event in reader_log().events() if event.at > forgotten]
+        reader.log = MemoryLog(newer)
+        held.sent += len(held.lines)
+        held.lines = [write_line(event) for event in newer]
+    held.read, held.forgotten = True, str(answer["forgotten"])
+    events, held.lost = logs.readable(str(answer["held"]).split("\n"))
+    reader_log().append(events)
+    reader.progress = None
 
 
 def zone() -> tzinfo:
@@ -238,6 +351,9 @@ def warning() -> None:
     """Above a page that keeps progress, when it can't."""
     reader_log()
     failed = state.reader().log_failed
+    if failed and place() == "browser":
+        st.warning(t("log_failed_browser", kind=failed), icon=":material/warning:")
+        return
     lost = state.reader().browser.lost
     if lost:
         st.warning(t("log_lines_lost", n=lost), icon=":material/warning:")

@@ -63,9 +63,16 @@ def bounds(low: float | None, high: float | None) -> str:
     """The accepted interval, as printed on a receipt."""
     if low is not None and high is not None:
         if low == high:
-            return f"= {text.number(low)}"
+            return f"= {_exactly(low)}"
         return "[{}, {}]".format(*_apart(low, high))
     return f"≥ {text.number(low)}" if low is not None else f"≤ {text.number(high or 0.0)}"
+
+
+def _exactly(value: float) -> str:
+    """A number that another has to equal: a whole one with all its digits, as long as float64 tells them."""
+    if value == int(value) and abs(value) < 2**53:
+        return format_number(value, ",.0f", state.language())
+    return text.number(value)
 
 
 def _apart(low: float, high: float) -> tuple[str, str]:
@@ -75,6 +82,11 @@ def _apart(low: float, high: float) -> tuple[str, str]:
         digits += 1
     first, last = (format_number(end, f".{digits}g", state.language()) for end in (low, high))
     return first, last
+
+
+def _value(claim: Claim, value: float) -> str:
+    low, high = interval(claim.expect)
+    return _exactly(value) if low == high else text.number(value)
 
 
 def measure(claim: Claim, *, plain: bool = False) -> str:
@@ -109,7 +121,7 @@ def _row(card: str, claim: Claim) -> dict[str, object]:
         "verdict": state_of,
         "statement": prose.plain(claim.statement.get(state.language())),
         "limit": claim.limit,
-        "value": "" if result is None else text.number(result.value),
+        "value": "" if result is None else _value(claim, result.value),
         "about": f"{measure(claim, plain=True)} · {t('accepted')} {bounds(*interval(claim.expect))}",
         "where": "" if result is None else " · ".join(_circumstances(claim, result)),
         "why": _why_not(card, claim, state_of),

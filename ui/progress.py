@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import date, datetime
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime, tzinfo
 from pathlib import Path
 
 import numpy as np
 import streamlit as st
 from streamlit.components import v2
 
-from content.schema import LANGUAGES, Card
 from engine.base import Table
-from export import anki, sheet
 from study import desk, plan, schedule, stats
-from study.events import BadLine, Setting, now
+from study.events import BadLine, Event, Setting, now, write_line
 from study.items import Item
-from study.log import LARGEST_IMPORT, export_lines, import_lines
+from study.log import FILE, LARGEST_IMPORT, Log, MemoryLog, data_folder, export_lines, import_lines
 from study.plan import Chosen
 from study.progress import Progress
-from ui import charts, deck, frame, learner, quiz, state
-from ui.boundary import fragment
-from ui.text import say, t
+from ui import asking, charts, deck, frame, learner, prose, quiz, sheets, state
+from ui.boundary import fragment, guarded
+from ui.text import item_kind, say, t
 
-SHOWN_OF_PLAN = 12
+SHOWN_ANSWERS = 200
+WRITTEN = ("numeric", "shape", "count", "recall")  # kinds whose answers are the reader's words
 HERE = Path(__file__).parent
-WEAKEST = 5  # cards
+LARGEST_IN_BROWSER = 4_000_000  # characters of a log
 VIEWS = {
     "plan": ":material/event:",
     "memory": ":material/psychology:",
@@ -63,8 +62,9 @@ def draw() -> None:
 
 
 def _kept(view: Callable[[], None]) -> None:
-    view()
-    learner.keep()
+    with guarded(view.__name__):
+        view()
+    learner.keep()  # also what was recorded before something failed
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -82,35 +82,54 @@ def _plan() -> None:
     if days < 0:
         st.info(t("plan_over"), icon=":material/event_available:")
         return
-    chosen = desk.planned(items, progress, at, interview, zone)
+    today = quiz.day_of_plan()
+    assert today is not None
+    left = [c for c in today.chosen if c.item in today.left]
     st.subheader(t("plan_today", days=days), anchor=False)
-    if not chosen:
+    if not left:
         st.success(t("plan_nothing"), icon=":material/task_alt:")
     else:
-        minutes = sum(c.seconds for c in chosen) / 60
-        st.markdown(t("plan_sum", items=len(chosen), new=sum(c.is_new for c in chosen), minutes=f"{minutes:.0f}"))
-        if st.button(t("plan_begin"), key="plan-begin", type="primary", icon=":material/play_arrow:"):
-            frame.go("quiz", mode="plan")
-    _outlook(items, progress, chosen, at, interview)
-    with st.expander(t("plan_list", n=len(chosen))):
-        for c in chosen[:SHOWN_OF_PLAN]:
-            item = items[c.item]
-            question = say(deck.deck().cards[item.card].question).strip()
-            gain = t("plan_gain", without=f"{c.without:.0%}", with_it=f"{c.with_it:.0%}")
-            st.markdown(f"- {question} :gray[{quiz.kind(item.kind)} · {gain}]")
-        if len(chosen) > SHOWN_OF_PLAN:
-            st.caption(t("plan_more", n=len(chosen) - SHOWN_OF_PLAN))
+        minutes = sum(c.seconds for c in left) / 60
+        st.markdown(t("plan_sum", items=len(left), new=sum(c.is_new for c in left), minutes=f"{minutes:.0f}"))
+    if st.button(t("plan_begin"), key="plan-begin", type="primary", icon=":material/play_arrow:"):
+        frame.go("quiz", mode="plan")
+    _outlook(items, progress, left, at, interview)
+    if left:
+        with st.expander(t("plan_list", n=len(left))):
+            _list(items, left)
+
+
+def _list(items: Mapping[str, Item], left: Sequence[Chosen]) -> None:
+    """What today holds, by card: how many of each kind, and what the card gains."""
+    of_card: dict[str, list[Chosen]] = {}
+    for c in left:
+        of_card.setdefault(items[c.item].card, []).append(c)
+    for card, some in of_card.items():
+        frame.link("cards", say(deck.deck().cards[card].question).strip(), icon=":material/style:", card=card)
+        counts = Counter(items[c.item].kind for c in some)
+        kinds = " · ".join(f"{item_kind(kind)} {n}" for kind, n in counts.items())
+        before, after = (
+            sum(values) / len(some) for values in zip(*((c.without, c.with_it) for c in some), strict=True)
+        )
+        gain = t("plan_gain", without=f"{before:.0%}", with_it=f"{after:.0%}")
+        st.caption(f"{kinds} · {gain}")
 
 
 def _settings(progress: Progress) -> None:
-    held = deck.deck()
+    held, today = deck.deck(), schedule.day(now(), learner.zone())
     tracks = [name for name, track in held.tracks.items() if any(card in held.cards for card in track.cards)]
-    with st.expander(t("settings"), icon=":material/tune:", expanded=desk.interview_date(progress) is None):
+    _fill("set-interview", desk.interview_date(progress))
+    _fill("set-track", progress.setting("track") if progress.setting("track") in tracks else None)
+    open_at_first = "settings-open"  # as it was at first: one answer must not fold the others away
+    if state.value_of(open_at_first) is None:
+        state.set_value(open_at_first, desk.interview_date(progress) is None)
+    with st.expander(t("settings"), icon=":material/tune:", expanded=state.value_of(open_at_first)):
         left, right = st.columns(2)
         with left:
             st.date_input(
                 t("set_interview"),
-                desk.interview_date(progress),
+                None,  # by its key: a field that has a default can't be emptied
+                min_value=min(today, desk.interview_date(progress) or today),
                 key="set-interview",
                 on_change=lambda: _set("interview", _iso(state.value_of("set-interview"))),
                 help=t("set_interview_help"),
@@ -127,12 +146,15 @@ def _settings(progress: Progress) -> None:
             st.selectbox(
                 t("track"),
                 tracks,
-                index=tracks.index(str(progress.setting("track"))) if progress.setting("track") in tracks else None,
+                index=None,
                 key="set-track",
                 format_func=lambda v: say(held.tracks[v].title),
                 placeholder=t("set_no_track"),
                 on_change=lambda: _set("track", state.value_of("set-track")),
             )
+            if chosen := held.tracks.get(str(progress.setting("track"))):
+                written = sum(card in held.cards for card in chosen.cards)
+                st.caption(f"{say(chosen.about).strip()} {t('track_written', n=written, of=len(chosen.cards))}")
         with right:
             low, high = schedule.RETENTION
             st.slider(
@@ -163,6 +185,12 @@ def _settings(progress: Progress) -> None:
             )
 
 
+def _fill(key: str, value: object) -> None:
+    """Fill a field that was not drawn yet, or was emptied by what it shows."""
+    if value is not None and state.value_of(key) is None:
+        state.set_value(key, value)
+
+
 def _iso(value: object) -> str | None:
     return value.isoformat() if isinstance(value, date) else None
 
@@ -172,13 +200,11 @@ def _set(name: str, value: str | float | bool | None) -> None:
         learner.record(Setting(at=now(), name=name, value=value))
 
 
-def _outlook(
-    items: dict[str, Item], progress: Progress, chosen: tuple[Chosen, ...], at: datetime, interview: date
-) -> None:
+def _outlook(items: dict[str, Item], progress: Progress, left: Sequence[Chosen], at: datetime, interview: date) -> None:
     """The recall predicted for the date, by topic, without and with today's list."""
     when = desk.morning(interview, learner.zone())
     without = dict(zip(items, plan.predicted(desk.candidates(items, progress), at, when), strict=True))
-    with_list = without | {c.item: c.with_it for c in chosen}
+    with_list = without | {c.item: c.with_it for c in left}
     cards, topics = deck.deck().cards, deck.deck().topics
     rows = []
     groups: dict[str, list[str]] = {}
@@ -215,7 +241,7 @@ def _memory() -> None:
         for item in worst:
             card = cards[desk.card_of(item)]
             with st.container(horizontal=True, vertical_alignment="center"):
-                st.markdown(f"{say(card.question).strip()} :gray[{quiz.kind(items[item].kind)}]")
+                st.markdown(f"{say(card.question).strip()} :gray[{item_kind(items[item].kind)}]")
                 frame.link("cards", t("open_card"), icon=":material/arrow_forward:", card=card.id)
 
 
@@ -234,10 +260,35 @@ def _history() -> None:
         return
     calendar = stats.calendar(progress, at, zone)
     days, minutes = int((calendar["n_reviews"] > 0).sum()), float(calendar["minutes"].sum())
-    st.markdown(t("history_sum", n=len(progress.reviews), days=days, hours=f"{minutes / 60:.1f}", back=stats.DAYS_BACK))
+    time = t("span_minutes", n=f"{minutes:.0f}") if minutes < 60 else t("span_hours", n=f"{minutes / 60:.1f}")
+    st.markdown(t("history_sum", n=len(progress.reviews), days=days, time=time, back=stats.DAYS_BACK))
     _chart("calendar", calendar)
     _chart("minutes", calendar)
     _chart("calibration", stats.calibration(progress))
+    _answers(progress, zone)
+
+
+def _answers(progress: Progress, zone: tzinfo) -> None:
+    """The last answers, the newest first."""
+    st.subheader(t("history_answers"), anchor=False)
+    only_wrong = st.toggle(t("history_only_wrong"), key="only-wrong")
+    items, cards = deck.items(None), deck.deck().cards
+    # of what only the reader has judged older logs hold other scores
+    kept = [r for r in progress.reviews if r.item in items and not (only_wrong and (r.score == 1 or r.rating > 2))]
+    rows = [
+        {
+            t("history_when"): f"{review.at.astimezone(zone):%Y-%m-%d %H:%M}",
+            t("page_cards"): prose.plain(say(cards[desk.card_of(review.item)].question)),
+            t("quiz_kind"): item_kind(items[review.item].kind),
+            t("history_score"): f"{review.score:.0%}",
+            t("history_answer"): review.answer if items[review.item].kind in WRITTEN else "",
+        }
+        for review in reversed(kept[-SHOWN_ANSWERS:])
+    ]
+    if rows:
+        st.dataframe(rows, hide_index=True)
+    else:
+        st.caption(t("history_none"))
 
 
 def _chart(name: str, table: Table) -> None:
@@ -260,18 +311,10 @@ def _chart(name: str, table: Table) -> None:
 
 
 def _log() -> None:
-    log, progress = learner.reader_log(), learner.progress()
     st.markdown(t(f"log_in_{learner.place()}"))  # t("log_in_file") t("log_in_database") t("log_in_browser")
-    st.caption(t("log_size", n=log.size(), reviews=len(progress.reviews)))
-    st.download_button(
-        t("log_export"),
-        lambda: export_lines(log),
-        f"attention-interview-lab-{schedule.day(now(), learner.zone())}.jsonl",
-        "application/x-ndjson",
-        key="log-export",
-        icon=":material/download:",
-        disabled=not log.size(),
-    )
+    if learner.place() == "file":
+        st.caption(f"`{data_folder() / FILE}`")
+    standing = st.container()  # filled when an import is done
     st.subheader(t("log_import"), anchor=False)
     st.markdown(t("log_import_help"))
     given = _file_picker(
@@ -282,95 +325,82 @@ def _log() -> None:
     ).file
     if given:
         take(given["text"], int(given["size"]))
-    if message := state.reader().messages.get("log"):
-        st.markdown(message)
-    _take_away()
-    with st.popover(t("forget"), icon=":material/delete_forever:"):
-        st.markdown(t("forget_help", n=log.size()))
-        word = t("forget_word")
-        st.text_input(t("forget_type", word=word), key="forget-word")
+    log, progress = learner.reader_log(), learner.progress()
+    with standing:
+        st.caption(t("log_size", n=log.size(), reviews=len(progress.reviews)))
+        st.download_button(
+            t("log_export"),
+            lambda: export_lines(log),
+            f"attention-interview-lab-{schedule.day(now(), learner.zone())}.jsonl",
+            "application/x-ndjson",
+            key="log-export",
+            on_click="ignore",
+            icon=":material/download:",
+            disabled=not log.size(),
+        )
+    _told("log")
+    sheets.controls()
+    st.subheader(t("forget"), anchor=False)
+    st.markdown(t("forget_help", n=log.size()))
+    word = t("forget_word")
+    with st.popover(t("forget"), icon=":material/delete_forever:", disabled=not log.size()):
+        st.text_input(t("forget_type", word=word), key="forget-word", live=True)
         st.button(
             t("forget_now"),
             key="forget-now",
+            icon=":material/delete_forever:",
             disabled=str(state.value_of("forget-word") or "").strip().lower() != word,
             on_click=_forget,
         )
+    _told("forget")
 
 
-def _take_away() -> None:
-    """The deck for Anki, and as a sheet: all of it, a track, or the cards that are remembered worst."""
-    held = deck.deck()
-    st.subheader(t("away"), anchor=False)
-    tracks = [name for name, track in held.tracks.items() if any(card in held.cards for card in track.cards)]
-    which = st.selectbox(
-        t("away_cards"),
-        ["all", "weak", *tracks],
-        key="away-cards",
-        format_func=lambda v: say(held.tracks[v].title) if v in held.tracks else t(f"away_{v}"),
-        # t("away_all") t("away_weak")
-        help=t("away_weak_help", n=WEAKEST),
-    )
-    languages = st.pills(
-        t("away_languages"),
-        LANGUAGES,
-        selection_mode="multi",
-        default=[state.language()],
-        key="away-languages",
-        format_func=frame.LANGUAGE_NAMES.__getitem__,
-    )
-    cards = _cards_of(which)
-    name = f"attention-interview-lab-{which}"
-    with st.container(horizontal=True):
-        st.download_button(
-            t("away_anki"),
-            partial(anki.apkg, cards, languages, held.sources),
-            f"{name}.apkg",
-            "application/octet-stream",
-            key="away-anki",
-            icon=":material/style:",
-            disabled=not languages,
-            help=t("away_anki_help"),
-        )
-        language = state.language()
-        st.download_button(
-            t("away_sheet"),
-            partial(sheet.sheet, t("app_title"), cards, language, held.sources),
-            f"{name}-{language}.md",
-            "text/markdown",
-            key="away-sheet",
-            icon=":material/description:",
-        )
-
-
-def _cards_of(which: str) -> list[Card]:
-    held = deck.deck()
-    if which in held.tracks:
-        return [held.cards[name] for name in held.tracks[which].cards if name in held.cards]
-    if which == "weak":
-        rows = stats.mastery(quiz.known(), learner.progress(), now(), {name: name for name in held.cards})
-        return [held.cards[row.name] for row in sorted(rows, key=lambda row: row.recall)[:WEAKEST]]
-    return list(held.cards.values())
+def _told(place: str) -> None:
+    """What came of the last thing that was done here."""
+    if told := state.reader().told.get(place):
+        colour, key, values = told
+        st.markdown(f":{colour}[{t(key, **values)}]")
+        # t("log_imported") t("log_holds_nothing") t("log_too_large") t("forgotten")
+        # t("log_line_too_long") t("log_line_newer") t("log_line_damaged")
 
 
 def take(text: str, size: int) -> None:
     """Import a file's text into the log, and say what came of it."""
+    told, log = state.reader().told, learner.reader_log()
+    told.pop("forget", None)
+    if size > LARGEST_IMPORT:
+        told["log"] = "red", "log_too_large", {"most": f"{LARGEST_IMPORT / 1e6:.0f} MB"}
+        return
     try:
-        if size > LARGEST_IMPORT:
-            raise ValueError(f"{size} bytes")
-        done = import_lines(learner.reader_log(), text.removeprefix("\ufeff"))
-        learner.keep_all()
-        if done.new or done.known:
-            message = f":green[:material/check:] {t('log_imported', new=done.new, known=done.known)}"
-        else:
-            message = f":orange[:material/info:] {t('log_holds_nothing')}"
+        read = MemoryLog()
+        import_lines(read, text.removeprefix("\ufeff"))
     except BadLine as error:
-        message = f":red[:material/error:] {t(error.reason, line=error.line, detail=error.detail)}"
-        # t("log_line_too_long") t("log_line_newer") t("log_line_damaged")
-    except ValueError:  # larger than any log
-        message = f":red[:material/error:] {t('log_too_large', most=f'{LARGEST_IMPORT / 1e6:.0f} MB')}"
-    state.reader().messages["log"] = message
+        told["log"] = "red", error.reason, {"line": error.line, "detail": asking.as_typed(error.detail)}
+        return
+    if learner.place() == "browser" and (room := _room(log, read.events())) < 0:
+        told["log"] = (
+            "red",
+            "log_no_room",
+            {"most": f"{LARGEST_IN_BROWSER / 1e6:.0f} MB", "over": f"{-room / 1e6:.1f} MB"},
+        )
+        return
+    new = learner.imported(read.events())
+    if new is None:
+        return
+    if read.size():
+        told["log"] = "green", "log_imported", {"new": new, "known": read.size() - new}
+    else:
+        told["log"] = "orange", "log_holds_nothing", {}
+
+
+def _room(log: Log, events: Sequence[Event]) -> int:
+    """Characters that a browser has left when the union of the two is in it."""
+    union = {event.id: event for event in (*log.events(), *events)}
+    return LARGEST_IN_BROWSER - sum(len(write_line(event)) + 1 for event in union.values())
 
 
 def _forget() -> None:
-    learner.forget()
-    state.reader().messages["log"] = f":material/delete_forever: {t('forgotten')}"
+    state.reader().told.pop("log", None)
+    if not learner.forget():
+        return
+    state.reader().told["forget"] = "green", "forgotten", {}

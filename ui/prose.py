@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from claims.bind import bind
 from claims.receipts import Receipt
@@ -41,14 +41,15 @@ def anchor(claim: str) -> str:
     return claim
 
 
-_TEX = (
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_TEX: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\\sqrt\{([^{}]*)\}"), r"√(\1)"),
     (re.compile(r"√\(([A-Za-z0-9_]+)\)"), r"√\1"),
     (re.compile(r"\\(?:mathrm|text|operatorname)\{([^{}]*)\}"), r"\1"),
     (re.compile(r"\\(ln|log|exp|max|min)\b ?"), r"\1 "),
     (re.compile(r"\\cdot ?"), "·"),
     (re.compile(r"\^\{?\\top\}?"), "ᵀ"),
-    (re.compile(r"\^2\b"), "²"),
+    (re.compile(r"\^(?:\{(-?\d+)\}|(\d)(?!\d))"), lambda power: (power[1] or power[2]).translate(_RAISED)),
     (re.compile(r"\\(?:,|;|!|quad)"), " "),
     (re.compile(r"_\{([^{}]*)\}"), r"_\1"),
 )
@@ -80,7 +81,17 @@ def markdown(card: Card, text: Text, *, only_own: bool = False) -> str:
             return f":gray-background[{t('run_first') if only_own else t('not_measured')}]"
         return f":{ground(card.id, binding.claim, result)}-background[[{number}](#{anchor(binding.claim)})]"
 
-    return cited(bind(text.get(state.language()), values, state.language(), draw))
+    return _cards_linked(cited(bind(text.get(state.language()), values, state.language(), draw)))
+
+
+def _cards_linked(text: str) -> str:
+    """The ids of other cards, written as in code, as links to them. A page's address has the card in its query."""
+    cards, language = deck.deck().cards, state.language()
+
+    def link(match: re.Match[str]) -> str:
+        return f"[{match[0]}](cards?card={match[1]}&lang={language})" if match[1] in cards else match[0]
+
+    return re.sub(r"(?<!\[)`([a-z0-9]+(?:-[a-z0-9]+)+)`", link, text)
 
 
 def linked(label: str, source: Source) -> str:

@@ -5,12 +5,13 @@ The only module that touches ``st.session_state`` and ``st.query_params``.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any
 
 import streamlit as st
@@ -20,7 +21,9 @@ from claims.verify import Verdict
 from content.schema import LANGUAGES
 from engine.base import Result
 from engine.runner import Job, RunSpec
+from study.events import Event
 from study.log import Log
+from study.plan import Chosen
 from study.progress import Progress
 
 
@@ -37,15 +40,31 @@ class Shown:
 
 
 @dataclass
+class Folded:
+    """What a log says, the state of the log that says so, and when that was last looked at.
+
+    The events are kept: reading ten thousand of them takes longer than an answer may.
+    """
+
+    mark: tuple[int, object]
+    progress: Progress
+    events: list[Event]
+    looked: float = -math.inf
+    recorded: list[Event] = field(default_factory=list)  # here, since then
+
+
+@dataclass
 class InBrowser:
     """What this visit has recorded for the log in the visitor's browser, where that is its place."""
 
     lines: list[str] = field(default_factory=list)  # recorded here, and not acknowledged yet
     sent: int = 0  # acknowledged before those
+    imported: list[str] = field(default_factory=list)  # from a file: kept whatever was forgotten before
     read: bool = False  # the browser has said what it held
-    forget: bool = False  # until the browser has done it: what it holds is to be deleted
+    forget: str = ""  # until the browser has done it: what it holds is to be deleted, as of this time
+    forgotten: str = ""  # when the browser's log was last forgotten, as far as this visit knows
     failed: str = ""
-    lost: int = 0  # lines of the browser that are no events
+    lost: int = 0  # lines of the log that are no events
 
 
 @dataclass
@@ -54,6 +73,7 @@ class Asking:
 
     item: str
     attempt: int
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # of its controls and its run
     began: float = field(default_factory=time.monotonic)
     hints: int = 0
     answer: str | None = None  # once it was given
@@ -80,15 +100,21 @@ class Reader:
     history: dict[str, list[Shown]] = field(default_factory=dict)  # runs of a lab, the newest first, without tables
     pins: dict[str, list[tuple[RunSpec, Result | None]]] = field(default_factory=dict)  # by slot
     slow: list[RunSpec] = field(default_factory=list)  # pinned runs that were not quick enough to run unasked
+    # what came of something, by place: colour, name of the words, what fills them
+    told: dict[str, tuple[str, str, dict[str, Any]]] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)  # what happened to the last run, by slot
     revealed: set[str] = field(default_factory=set)  # answers that were asked for
     refuted: set[str] = field(default_factory=set)  # mistakes whose counter-example was run
     timer_started: float | None = None
     log: Log | None = None  # of the reader's progress: ui/learner.py
+    log_file: int | None = None  # which file it was when it was opened
     log_failed: str = ""  # the kind of error that keeps progress from being kept
-    progress: tuple[int, Progress] | None = None  # what the log says, and of how many events
+    progress: Folded | None = None  # what the log says
     browser: InBrowser = field(default_factory=InBrowser)
     restored: int = 0  # own receipts in the log when they were last taken out of it
+    home_is_whole: bool = False  # the log was at hand when it was drawn
+    more_minutes: tuple[date | None, float] = (None, 0.0)  # asked for beyond the list of that day
+    plan: tuple[object, tuple[Chosen, ...]] | None = None  # the list of a day, and all that it follows from
     exam_runs: dict[str, dict[int, float]] = field(default_factory=dict)  # what the engine said, by exam and place
     asking: dict[str, Asking] = field(default_factory=dict)  # the question on the table, by mode of the quiz
 

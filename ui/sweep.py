@@ -62,7 +62,7 @@ def draw(experiment: Experiment, asked: RunSpec, slot: str) -> None:
 
     ``asked`` holds all that is not swept, unless a control of the panel ``slot`` was moved since.
     """
-    if experiment.trains:
+    if experiment.trains or not _numbers(experiment):
         return
     purpose = f"sweep:{experiment.name}"
     state.reader().drawn_jobs.add(purpose)
@@ -74,10 +74,14 @@ def draw(experiment: Experiment, asked: RunSpec, slot: str) -> None:
         fragment(_panel, run_every=jobbar.POLL_S if running else None)(experiment, asked, slot, purpose, running)
 
 
+def _numbers(experiment: Experiment) -> list[str]:
+    return [name for name, spec in experiment.Params.specs().items() if isinstance(spec, NumberSpec)]
+
+
 def _panel(experiment: Experiment, asked: RunSpec, slot: str, purpose: str, polled: bool) -> None:
     specs = experiment.Params.specs()
     place = f"sweep/{experiment.name}"
-    numbers = [n for n, s in specs.items() if isinstance(s, NumberSpec)]
+    numbers = _numbers(experiment)
     names = experiment.metric_names
     with st.container(horizontal=True, vertical_alignment="bottom"):
         over = widgets.listed(

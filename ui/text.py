@@ -40,6 +40,13 @@ def say(text: Text) -> str:
     return text.get(state.language())
 
 
+def item_kind(kind: str) -> str:
+    """A kind of quiz item."""
+    return t(f"kind_{kind}")
+    # t("kind_choice") t("kind_numeric") t("kind_predict") t("kind_order") t("kind_cloze") t("kind_shape")
+    # t("kind_count") t("kind_recall")
+
+
 def name(key: str, *, plain: bool = False) -> str:
     """A parameter, metric or column. ``plain`` where math can't be typeset (charts, option lists)."""
     return _lookup(deck().strings.names, key, plain)
@@ -73,14 +80,14 @@ def with_unit(key: str, unit: str, *, plain: bool = True) -> str:
 
 
 def number(value: float) -> str:
-    """A measured number with three significant digits, for figures and tables."""
+    """A measured number with three significant digits, for figures and tables; small whole ones with all of theirs."""
     if not math.isfinite(value):
         return t("not_a_number")
     if value == int(value) and abs(value) < 1e7:
         return format_number(value, ",.0f", state.language())
     size = abs(value)
     if size >= 1e9:
-        return format_number(value, ".1e", state.language())
+        return format_number(value, ".2e", state.language())
     if size >= 1000:
         return format_number(value, ",.0f", state.language())
     if size < 1e-3:

@@ -32,6 +32,7 @@ import numpy as np
 
 from engine.attention import attention_logits, context, mask_logits, scale_value, softmax
 from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, Table, choice, flag, number
+from engine.maps import weight_map
 from engine.positions import rotary_angles, rotate
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def run(params: Params, run: Run) -> Result:
         "out_bytes": sizes["out"],
     }
     tables = {
-        "weights": _map(call.weights[0, 0]),
+        "weights": weight_map(call.weights[0, 0], N_SHOWN),
         "sums": _sums(rows[0, 0], columns[0, 0]),
         "context": _range("context", call.context[0, 0, -1], "value", call.v[0, 0]),
         "out": _range("out", call.out[0, -1], "mapped", mapped[0]),
@@ -340,17 +341,6 @@ def _stored_bytes(tensor: torch.Tensor, stored_as: str) -> int:
     import torch
 
     return int(torch.empty(tensor.shape, dtype=getattr(torch, stored_as), device="meta").nbytes)
-
-
-def _map(weights: torch.Tensor) -> Table:
-    """A row a query and key, of the first ones. Shapes: weights (q_len, kv_len)."""
-    shown = weights[:N_SHOWN, :N_SHOWN].cpu().double().numpy()
-    queries, keys = np.indices(shown.shape)
-    return {
-        "query_position": queries.ravel(),
-        "key_position": keys.ravel(),
-        "attention_weight": shown.ravel().astype(np.float32),
-    }
 
 
 def _sums(rows: torch.Tensor, columns: torch.Tensor) -> Table:

@@ -31,6 +31,8 @@ import numpy as np
 from engine.attention import context, mask_logits, qk_product, softmax
 from engine.base import BaseParams, Metric, Plot, Result, Run, Table, number
 from engine.masks import keep_causal, keep_named
+from engine.noisy_rule import N_TOKENS, draw_tokens, floor_nats
+from engine.side_by_side import bare_layer_norm, times, token_losses
 from engine.training import Adam
 
 if TYPE_CHECKING:
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
 
 TRAINS = True
 VARIANTS = ("causal", "no_mask", "one_ahead", "times_zero", "after_softmax")
-N_TOKENS = 8
-STEP = 3  # what the rule adds
 D_MODEL = 32
 BATCH = 32
 N_EVALUATION = 128  # sequences, the same for all models and for the floor
@@ -98,8 +98,8 @@ def run(params: Params, run: Run) -> Result:
     weights = _draw_weights(params, run)
     optimizer = Adam(list(weights.values()), params.learning_rate)
     masks = _Masks(params.seq_len, run.device)
-    evaluation = _draw_tokens(params, run, N_EVALUATION)
-    floor = _floor_nats(params, evaluation)
+    evaluation = draw_tokens(run, N_EVALUATION, params.seq_len + 1, params.rule_share)
+    floor = floor_nats(evaluation, params.rule_share)
     due = {round(i * params.steps / N_RECORDS) for i in range(N_RECORDS + 1)}
     records: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     latest: Result | None = None
@@ -110,41 +110,13 @@ def run(params: Params, run: Run) -> Result:
             records[step] = _measure(weights, evaluation, masks, partial(run.progress, done, latest))
             latest = _result(records, floor, step / params.steps)
         if step < params.steps:
-            tokens = _draw_tokens(params, run, BATCH)
+            tokens = draw_tokens(run, BATCH, params.seq_len + 1, params.rule_share)
             for weight in weights.values():
                 weight.grad = None
-            _losses(_forward(weights, tokens[:, :-1], masks), tokens[:, 1:]).mean(dim=(1, 2)).sum().backward()
+            token_losses(_forward(weights, tokens[:, :-1], masks), tokens[:, 1:]).mean(dim=(1, 2)).sum().backward()
             optimizer.step()
     assert latest is not None
     return latest
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The tokens
-
-
-def _draw_tokens(params: Params, run: Run, batch: int) -> torch.Tensor:
-    """Sequences one token longer than the model reads. Shapes: (batch, seq_len + 1), int64 on the run's device."""
-    import torch
-
-    shape = (batch, params.seq_len + 1)
-    drawn = torch.randint(N_TOKENS, shape, generator=run.generator)
-    by_rule = torch.rand(shape, generator=run.generator) < params.rule_share
-    columns = [drawn[:, 0], drawn[:, 1]]
-    for t in range(2, params.seq_len + 1):
-        columns.append(torch.where(by_rule[:, t], (columns[t - 2] + STEP) % N_TOKENS, drawn[:, t]))
-    return torch.stack(columns, dim=1).to(run.device)
-
-
-def _floor_nats(params: Params, tokens: torch.Tensor) -> float:
-    """What these sequences cost whoever knows the rule: the mean of -ln p(next token | the past) under it."""
-    import torch
-
-    other = (1 - params.rule_share) / N_TOKENS
-    follows = tokens[:, 2:] == (tokens[:, :-2] + STEP) % N_TOKENS
-    p = other + params.rule_share * follows.cpu().double()
-    first = torch.full_like(p[:, :1], 1 / N_TOKENS)  # the first target has no token two places before it
-    return float(-torch.cat((first, p), dim=1).log().mean())
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -191,28 +163,10 @@ def _forward(weights: _Weights, tokens: torch.Tensor, masks: _Masks) -> torch.Te
     x = weights["tokens"][:, tokens] + weights["positions"][:, None, : tokens.shape[-1]]
     for layer in weights["layers"].unbind(dim=1):
         W_q, W_k, W_v, W_o = layer.unbind(dim=1)
-        h = _normalize(x)
-        rows = masks.weights(qk_product(_times(h, W_q), _times(h, W_k)) / math.sqrt(D_MODEL))
-        x = x + _times(context(rows, _times(h, W_v)), W_o)
-    return _times(_normalize(x), weights["unembedding"].mT)
-
-
-def _times(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
-    """x @ W of each model, as one product a model: (model, batch, n, d) @ (model, d, e) to (model, batch, n, e)."""
-    return (x.flatten(1, 2) @ W).unflatten(1, x.shape[1:3])
-
-
-def _normalize(x: torch.Tensor) -> torch.Tensor:
-    """LayerNorm without gain and bias."""
-    from torch.nn.functional import layer_norm
-
-    return layer_norm(x, x.shape[-1:])
-
-
-def _losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in nats. Shapes: (model, batch, n, N_TOKENS) and (batch, n); returns (model, batch, n)."""
-    log_p = logits.log_softmax(dim=-1)
-    return -log_p.gather(-1, targets.expand(logits.shape[:-1])[..., None])[..., 0]
+        h = bare_layer_norm(x)
+        rows = masks.weights(qk_product(times(h, W_q), times(h, W_k)) / math.sqrt(D_MODEL))
+        x = x + times(context(rows, times(h, W_v)), W_o)
+    return times(bare_layer_norm(x), weights["unembedding"].mT)
 
 
 def _measure(
@@ -223,12 +177,12 @@ def _measure(
 
     read, targets = tokens[:, :-1], tokens[:, 1:]
     with torch.no_grad():
-        one_pass = _losses(_forward(weights, read, masks), targets).mean(dim=(1, 2))
+        one_pass = token_losses(_forward(weights, read, masks), targets).mean(dim=(1, 2))
         generated = torch.zeros_like(one_pass)
         for n in range(1, read.shape[1] + 1):
             progress()
             last = _forward(weights, read[:, :n], masks)[:, :, -1:]
-            generated += _losses(last, targets[:, n - 1 : n]).mean(dim=(1, 2)) / read.shape[1]
+            generated += token_losses(last, targets[:, n - 1 : n]).mean(dim=(1, 2)) / read.shape[1]
     return one_pass.cpu().double().numpy(), generated.cpu().double().numpy()
 
 

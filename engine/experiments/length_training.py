@@ -28,6 +28,7 @@ from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, Table, c
 from engine.context import SLOW_TURNS, attention_factor, frequencies, scaled_frequencies
 from engine.encodings import alibi_bias, sinusoidal
 from engine.positions import rotate
+from engine.side_by_side import bare_layer_norm, times, token_losses
 from engine.training import Adam
 
 if TYPE_CHECKING:
@@ -218,35 +219,26 @@ def _forward(weights: _Weights, tokens: torch.Tensor, positions: _Positions) -> 
     n, asking = tokens.shape[1], positions.asking
     x = weights["tokens"][:, tokens] + positions.added + positions.of_table * weights["table"][:, None, :n]
     W_q, W_k, W_v, W_o = weights["layer"].unbind(dim=1)
-    h, n_heads = _normalize(x), positions.bias.shape[2]
+    h, n_heads = bare_layer_norm(x), positions.bias.shape[2]
     q = rotate(_heads(h[:, :, n - asking :], W_q, n_heads), positions.angles[..., n - asking :, :])
     k = rotate(_heads(h, W_k, n_heads), positions.angles)
     logits = positions.gain * attention_logits(q, k) + positions.bias
     rows = softmax(mask_logits(logits, positions.keep))
     heads = context(rows, _heads(h, W_v, n_heads)).transpose(2, 3).flatten(3)
-    out = x[:, :, n - asking :] + (heads.flatten(1, 2) @ W_o).unflatten(1, heads.shape[1:3])
-    return _normalize(out) @ weights["unembedding"].mT[:, None]
+    out = x[:, :, n - asking :] + times(heads, W_o)
+    return bare_layer_norm(out) @ weights["unembedding"].mT[:, None]
 
 
 def _heads(h: torch.Tensor, W: torch.Tensor, n_heads: int) -> torch.Tensor:
     """h @ W of each model, cut into heads: (model, batch, n, d_model) to (model, batch, n_heads, n, d_k)."""
-    return (h.flatten(1, 2) @ W).unflatten(1, h.shape[1:3]).unflatten(-1, (n_heads, -1)).transpose(2, 3)
-
-
-def _normalize(x: torch.Tensor) -> torch.Tensor:
-    """LayerNorm without gain and bias."""
-    from torch.nn.functional import layer_norm
-
-    return layer_norm(x, x.shape[-1:])
+    return times(h, W).unflatten(-1, (n_heads, -1)).transpose(2, 3)
 
 
 def _losses(logits: torch.Tensor, sequences: _Sequences) -> torch.Tensor:
     """Mean cross-entropy in nats where the target is known. Shapes: (model, batch, asking, N_TOKENS) to (model,)."""
     asking = logits.shape[2]
     targets, known = sequences.targets[:, -asking:], sequences.known[:, -asking:]
-    log_p = logits.log_softmax(dim=-1)
-    of_target = log_p.gather(-1, targets.expand(logits.shape[:-1])[..., None])[..., 0]
-    return -(of_target * known).sum(dim=(1, 2)) / known.sum()
+    return (token_losses(logits, targets) * known).sum(dim=(1, 2)) / known.sum()
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -21,18 +21,15 @@ before each decode. A share above 1 is possible: reading alone is cheaper than c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine import ceilings, timing
 from engine.attention import attention
 from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, choice, number
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,6 @@ PLOTS = (
 BUDGET_S = 0.3  # once the ceilings are known; they take half a second, once a process
 
 MAX_LOGITS, WIDTH = 2**23, 64  # of one prefill, in heads of that width, fewer in wider ones: 0.1 s on one core
-DISPLACED_BYTES = 2**25  # written before each decode: more than the caches of a core
 SERIES = {
     ("decode", "eager"): "decode_eager",
     ("decode", "sdpa"): "decode_sdpa",
@@ -105,7 +101,7 @@ def memory_bytes(params: Params) -> int:
     """Of the ceilings, which come first; or q, k, v, the output and the logits with three copies, all keys unshared."""
     tensors = 4 * params.batch * params.n_heads * params.kv_len * params.d_k
     logits = 4 * params.batch * params.n_heads * params.kv_len**2
-    return max(ceilings.MEMORY_BYTES, DISPLACED_BYTES + 4 * (2 * tensors + logits))
+    return max(ceilings.MEMORY_BYTES, timing.DISPLACED_BYTES + 4 * (2 * tensors + logits))
 
 
 def run(params: Params, run: Run) -> Result:
@@ -113,17 +109,15 @@ def run(params: Params, run: Run) -> Result:
 
     Shapes: q (batch, n_kv_heads, n_heads / n_kv_heads · q_len, d_k), k and v (batch, n_kv_heads, kv_len, d_k).
     """
-    import torch
-
     variants = sorted({1, params.n_kv_heads, params.n_heads})
     settings = [(phase, n_kv_heads) for phase in ("decode", "prefill") for n_kv_heads in variants]
     run.progress(0.0)
     roof = ceilings.known_ceilings(run.device, run.dtype, lambda: run.progress(0.0))
-    displaced = torch.empty(DISPLACED_BYTES // 4, dtype=torch.float32, device=run.device)
+    displace = timing.displacer(run.device)
     times = {}
     for done, (phase, n_kv_heads) in enumerate(settings):
         fraction = (1 + done) / (1 + len(settings))
-        for implementation, seconds in _times(params, phase, n_kv_heads, run, displaced, fraction).items():
+        for implementation, seconds in _times(params, phase, n_kv_heads, run, displace, fraction).items():
             times[phase, n_kv_heads, implementation] = seconds
 
     size = run.dtype.itemsize
@@ -173,35 +167,27 @@ def _logit_bytes(params: Params, phase: str, size: int) -> int:
 
 
 def _times(
-    params: Params, phase: str, n_kv_heads: int, run: Run, displaced: torch.Tensor, fraction: float
+    params: Params, phase: str, n_kv_heads: int, run: Run, displace: Callable[[], object], fraction: float
 ) -> dict[str, float]:
     """Seconds of each implementation."""
     from torch.nn.functional import scaled_dot_product_attention
 
     rows = params.n_heads // n_kv_heads * _q_len(params, phase)
-    q = _varied(run, params.batch, n_kv_heads, rows, params.d_k)
-    k = _varied(run, params.batch, n_kv_heads, params.kv_len, params.d_k)
-    v = _varied(run, params.batch, n_kv_heads, params.kv_len, params.d_k)
+    varied = functools.partial(timing.varied, device=run.device, dtype=run.dtype)
+    q = varied(params.batch, n_kv_heads, rows, params.d_k)
+    k = varied(params.batch, n_kv_heads, params.kv_len, params.d_k)
+    v = varied(params.batch, n_kv_heads, params.kv_len, params.d_k)
     calls: dict[str, Callable[[], object]] = {
         "eager": lambda: attention(q, k, v),
         "sdpa": lambda: scaled_dot_product_attention(q, k, v),
     }
 
-    def before() -> None:
-        if phase == "decode":  # a prefill has its operands in the cache for most of its time anyway
-            displaced.fill_(0.0)
-
+    # a prefill has its operands in the cache for most of its time anyway
+    before = displace if phase == "decode" else timing.nothing
     return {
         name: timing.wall_time_s(call, run.device, lambda: run.progress(fraction), before=before)
         for name, call in calls.items()
     }
-
-
-def _varied(run: Run, *shape: int) -> torch.Tensor:
-    """Numbers in [-1, 1] that need no seed: a time does not depend on them as long as they are not all the same."""
-    import torch
-
-    return torch.arange(np.prod(shape), dtype=torch.float32, device=run.device).sin_().to(run.dtype).view(shape)
 
 
 def _points(
@@ -212,19 +198,10 @@ def _points(
     for (phase, n_kv_heads, implementation), seconds in times.items():
         flop = _flop(params, _q_len(params, phase))
         intensity = flop / _least_bytes(params, phase, n_kv_heads, size)
-        rows.append((SERIES[phase, implementation], _variant(params, n_kv_heads), intensity, flop / seconds))
-    ridge = ceilings.ridge_flop_per_byte(roof)
-    marks = sorted([ridge, *(row[2] for row in rows)])
-    for intensity in (marks[0] / 2, ridge, marks[-1] * 2):
-        rows.append(("roofline", "roofline", intensity, ceilings.roofline_flop_per_s(intensity, roof)))
-    series, variants, intensities, rates = zip(*rows, strict=True)
-    return {
-        "series": np.array(series),
-        "variant": np.array(variants),
-        "intensity_flop_per_byte": np.array(intensities),
-        "flop_per_s": np.array(rates),
-        "roofline_flop_per_s": np.array([ceilings.roofline_flop_per_s(x, roof) for x in intensities]),
-    }
+        rows.append((SERIES[phase, implementation], intensity, flop / seconds))
+    table = ceilings.under_roofline("series", rows, roof, x="intensity_flop_per_byte")
+    variants = [_variant(params, n_kv_heads) for _, n_kv_heads, _ in times]
+    return {**table, "variant": np.array(variants + ["roofline"] * (len(table["series"]) - len(variants)))}
 
 
 def _variant(params: Params, n_kv_heads: int) -> str:

@@ -72,6 +72,15 @@ def test_a_chart_has_marks_for_each_series_and_a_slider_moves_them(tiny, open_re
     assert "d_k = 9" in visit.texts()
 
 
+def test_a_poll_that_the_server_drops_is_not_waited_for(tiny, open_reader):
+    """A fragment that went with a run of the page is polled once more; nobody answers that."""
+    visit = open_reader(tiny)
+    visit.goto(gone="yes")
+    visit.page.wait_for_timeout(1500)  # forgotten after a second; polled ten times a second all along
+    visit.idle(seconds=5)
+    assert visit.runs == 1
+
+
 def test_act_waits_for_a_slow_run(tiny, open_reader):
     visit = open_reader(tiny)
     visit.goto()

@@ -211,6 +211,16 @@ BROKEN = {
         "        同上",
         "each stands by itself",
     ),
+    "builds on a later step": (
+        [("    check: scaled-variance-is-one", "    check: scaled-variance-is-one\n    builds_on: [1, 4]")],
+        "    builds_on: [1, 4]",
+        "builds on earlier steps, numbers from 1 to",
+    ),
+    "the first step builds on one": (
+        [("\nderivation:\n  - step:", "\nderivation:\n  - builds_on: [1]\n    step:")],
+        "  - builds_on: [1]",
+        "the first step builds on none",
+    ),
     "spoken too long": (
         [("    size of root d_k. That needs", f"    size of root d_k. {'Word ' * 60}That needs")],
         "    For independent coordinates with variance one",

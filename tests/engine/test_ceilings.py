@@ -7,7 +7,15 @@ import torch
 
 from engine import ceilings
 from engine.base import Stopped
-from engine.ceilings import COPY_BYTES, MEMORY_BYTES, Ceilings, ridge_flop_per_byte, roofline_flop_per_s
+from engine.ceilings import (
+    COPY_BYTES,
+    MEMORY_BYTES,
+    Ceilings,
+    least_s,
+    ridge_flop_per_byte,
+    roofline_flop_per_s,
+    under_roofline,
+)
 
 CPU = torch.device("cpu")
 PATIENCE_S = 30
@@ -31,6 +39,24 @@ def test_at_the_ridge_both_bounds_meet():
     assert ridge == 8
     assert roofline_flop_per_s(ridge * (1 - 1e-9), MADE) < MADE.matmul_flop_per_s
     assert ridge * MADE.copy_bytes_per_s == MADE.matmul_flop_per_s
+
+
+@pytest.mark.parametrize(("flop", "moved"), [(160.0, 10.0), (80.0, 40.0), (80.0, 10.0)])
+def test_the_least_time_is_that_of_the_rate_under_the_roofline(flop, moved):
+    assert least_s(flop, moved, MADE) == flop / roofline_flop_per_s(flop / moved, MADE)
+
+
+@pytest.mark.parametrize("intensities", [(0.5, 100.0), (9.0, 20.0), (1.0, 2.0)])
+def test_the_roofline_is_drawn_with_its_corner_and_beyond_all_points(intensities):
+    points = [(name, x, 7.0) for name, x in zip("ab", intensities, strict=True)]
+    table = under_roofline("way", points, MADE, x="intensity")
+    drawn = table["intensity"][table["way"] == "roofline"]
+    assert 8.0 in drawn
+    assert min(drawn) < min(intensities)
+    assert max(drawn) > max(intensities)
+    law = [roofline_flop_per_s(x, MADE) for x in table["intensity"]]
+    assert list(table["roofline_flop_per_s"]) == law
+    assert list(table["flop_per_s"]) == [7.0, 7.0, *law[2:]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -9,7 +9,7 @@ import torch
 
 from engine import timing
 from engine.base import Stopped
-from engine.timing import peak_bytes, times_s, wall_time_s
+from engine.timing import DISPLACED_BYTES, displacer, least_times_s, peak_bytes, times_s, varied, wall_time_s
 
 CPU = torch.device("cpu")
 ACCELERATORS = ("cuda:1", "xpu:0", "mps")
@@ -49,6 +49,44 @@ def test_what_comes_before_is_outside_the_time(clock):
 
     assert times_s(work, CPU, lambda: calls.append("check"), repeats=2, before=before) == [2, 2]
     assert calls == ["check", "before", "work"] * 3
+
+
+def test_of_several_works_the_fastest_repeat_of_each_counts_and_none_is_at_a_stretch(clock):
+    taken = {"a": [9, 3, 4, 9, 2, 8], "b": [9, 7, 7, 9, 6, 5]}  # seconds; the first of each round does not count
+    order, fractions = [], []
+
+    def work(name):
+        def one():
+            order.append(name)
+            clock.now += taken[name].pop(0)
+
+        return one
+
+    found = least_times_s({name: work(name) for name in taken}, CPU, fractions.append, rounds=2, repeats=2)
+    assert found == {"a": 2, "b": 5}
+    assert order == ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3
+    assert sorted(set(fractions)) == [0, 0.25, 0.5, 0.75]
+    assert fractions == sorted(fractions)
+
+
+def test_what_displaces_writes_a_buffer_of_its_size(monkeypatch):
+    wrote = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: wrote.append(empty(*shape, **options)) or wrote[-1])
+    displace = displacer(CPU)
+    wrote[0].fill_(1.0)
+    displace()
+    assert wrote[0].nbytes == DISPLACED_BYTES
+    assert not wrote[0].any()
+
+
+def test_numbers_vary_without_a_seed():
+    numbers = varied(3, 5, device=CPU, dtype=torch.float64)
+    assert numbers.shape == (3, 5)
+    assert numbers.dtype == torch.float64
+    assert len(numbers.unique()) == 15
+    assert numbers.abs().max() <= 1
+    assert varied(2, device=CPU).dtype == torch.float32
 
 
 def test_a_stop_takes_effect_between_repeats():

@@ -76,3 +76,22 @@ def test_optimizers_are_pytorchs(kind):
         reference.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)  # the same operations in another order
     assert ours[0, 0] == start[0, 0]
+
+
+def test_adam_takes_a_learning_rate_for_each_model_and_a_new_one_between_steps():
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    ours, theirs = start.clone().requires_grad_(), [w.clone().requires_grad_() for w in start]
+    adam = OPTIMIZERS["adam"]([ours], torch.tensor([0.05, 0.2], dtype=torch.float64))
+    references = [torch.optim.Adam([weight], rate) for weight, rate in zip(theirs, (0.05, 0.2), strict=True)]
+    for step in range(30):
+        if step == 10:
+            adam.learning_rate = torch.tensor([0.01, 0.02], dtype=torch.float64)
+            for reference, rate in zip(references, (0.01, 0.02), strict=True):
+                reference.param_groups[0]["lr"] = rate
+        ours.grad = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+        adam.step()
+        for weight, gradient, reference in zip(theirs, ours.grad, references, strict=True):
+            weight.grad = gradient.clone()
+            reference.step()
+    torch.testing.assert_close(ours, torch.stack(theirs), rtol=1e-12, atol=1e-12)  # the same operations, reordered

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, layer_norm
 
-from engine.base import Stopped, make_run
+from engine.base import make_run
 from engine.registry import Experiment, get
-from tests.harness import assert_law_catches, run
+from tests.harness import assert_law_catches, assert_stops_at_once, run
 
 NAME = "head_training"
 D = 32
@@ -160,17 +160,7 @@ def test_a_stop_takes_effect_at_once_and_partial_results_are_drawn():
     params = experiment.Params(steps=50, kv_len=4)
     experiment.run(params, make_run(0, on_progress=lambda fraction, partial: seen.append(partial)))
     assert {p.done for p in seen if p is not None} >= {0.0, 0.4}
-    calls = 0
-
-    def stop():
-        nonlocal calls
-        calls += 1
-        if calls == 7:
-            raise Stopped("stop")
-
-    with pytest.raises(Stopped):
-        experiment.run(params, make_run(0, check_stop=stop))
-    assert calls == 7
+    assert_stops_at_once(experiment, params)
 
 
 @pytest.mark.slow

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import engine.training
-from engine.base import ParamsError, Stopped, make_run
+from engine.base import ParamsError, make_run
 from engine.registry import Experiment, get
 from tests import recall_reference
-from tests.harness import assert_law_catches, mutant, run
+from tests.harness import assert_law_catches, assert_stops_at_once, mutant, run
 
 NAME = "scale_training"
 MEASURES = ("loss", "accuracy", "entropy_nats", "logits_abs_max", "grad_W_q_norm", "grad_W_v_norm")
@@ -240,17 +240,7 @@ def test_progress_draws_partial_results_and_a_stop_takes_effect_at_once():
         for name, column in partial.tables["curves"].items():
             np.testing.assert_array_equal(column, final.tables["curves"][name][:rows])
 
-    calls = 0
-
-    def stop():
-        nonlocal calls
-        calls += 1
-        if calls == 7:
-            raise Stopped("stop")
-
-    with pytest.raises(Stopped):
-        experiment.run(experiment.Params(**SMALL), make_run(0, check_stop=stop))
-    assert calls == 7
+    assert_stops_at_once(experiment, experiment.Params(**SMALL))
 
 
 def test_metrics_of_all_rules_and_only_of_those_trained():

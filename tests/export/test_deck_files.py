@@ -47,11 +47,12 @@ def test_ids_stay_and_languages_have_their_own(tmp_path):
 
     assert ids(["en"], "a") == ids(["en"], "b")
     assert ids(["en"], "c").isdisjoint(ids(["zh"], "d"))
+    assert ids(["en", "zh"], "e") == ids(["zh", "en"], "f")
 
 
 def test_an_edited_answer_keeps_its_id():
     changed = CARD.model_copy(update={"short_answer": CARD.question})
-    before, after = (anki.notes(card, ["en"], DECK.sources) for card in (CARD, changed))
+    before, after = (anki.notes(card, ["en"], DECK.sources, {}) for card in (CARD, changed))
     assert [note.id for note in before] == [note.id for note in after]
     assert before[0].back != after[0].back
 

@@ -156,3 +156,21 @@ def test_a_letter_that_two_sizes_share_stands_for_neither():
 
 def test_units_of_the_table_are_those_of_the_interface(strings: Strings):
     assert set(answers.UNITS) <= {"1", *strings.units}
+
+
+@pytest.mark.parametrize("text", ["1,5", "2,8,128,64", "(3, 4)"])
+def test_several_numbers_are_no_count(text):
+    with pytest.raises(Unreadable) as refused:
+        is_count(text, "n_heads * seq_len", SIZES, OTHERS)
+    assert refused.value.reason == "answer_not_one_number"
+
+
+def test_a_count_may_be_said_in_chinese_thousands():
+    sizes = {"n_heads": 30, "seq_len": 1000}
+    assert is_count("3 万", "n_heads * seq_len", sizes, [])
+    assert not is_count("4万", "n_heads * seq_len", sizes, [])
+
+
+def test_a_number_beyond_all_numbers_is_none():
+    with pytest.raises(Unreadable):
+        number("1e300 t", "1")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from study import desk
+from study import desk, schedule
 from study.events import Review, Setting, Undo
 from study.plan import SECONDS
 from study.progress import fold
@@ -109,21 +109,58 @@ def test_an_exam_is_drawn_once_for_its_seed(known):
 def test_times_are_the_readers_own_once_there_are_five_of_a_kind(known):
     choices = [item for item, made in known.items() if made.kind == "choice"][:6]
     log = [review(item, START + timedelta(minutes=n), seconds=10 + n) for n, item in enumerate(choices)]
-    assert desk.seconds(known, fold(log))[choices[0]] == 13
-    assert desk.seconds(known, fold(log[:4]))[choices[0]] == SECONDS["choice"]
+
+    def mean(events) -> float:  # half of an item's time goes by its length; the mean of a kind is the kind's time
+        times = desk.seconds(known, fold(events))
+        return sum(times[item] for item, made in known.items() if made.kind == "choice") / n_choices
+
+    n_choices = sum(made.kind == "choice" for made in known.values())
+    assert mean(log) == pytest.approx(13)
+    assert mean(log[:4]) == pytest.approx(SECONDS["choice"])
+    by_length = sorted((made.length, item) for item, made in known.items() if made.kind == "choice")
+    times = desk.seconds(known, fold(log))
+    assert times[by_length[-1][1]] > times[by_length[0][1]]
     away = [review(item, START + timedelta(minutes=n), seconds=9999) for n, item in enumerate(choices)]
-    assert desk.seconds(known, fold(away))[choices[0]] == SECONDS["choice"]
+    assert mean(away) == pytest.approx(SECONDS["choice"])
 
 
 def test_the_plan_fills_the_minutes_of_the_day_and_no_more(known):
     settings = [Setting(at=START, name="minutes_a_day", value=20)]
     interview = date(2026, 3, 12)
-    chosen = desk.planned(known, fold(settings), START, interview, UTC)
-    assert 0 < sum(c.seconds for c in chosen) <= 20 * 60
-    spent = [review(next(iter(known)), START, seconds=290) for _ in range(4)]
-    left = desk.planned(known, fold([*settings, *spent]), START + timedelta(hours=1), interview, UTC)
-    assert sum(c.seconds for c in left) <= 20 * 60 - 4 * 290
-    assert next(iter(known)) not in {c.item for c in left}
+    begins, when = schedule.begins(START.date(), UTC), desk.morning(interview, UTC)
+
+    def day_at(at, *events, minutes=20.0, track=()):
+        progress = fold([*settings, *events])
+        list_of_day = desk.chosen(known, progress, begins, when, minutes, track)
+        return desk.day_of(list_of_day, known, progress, at, begins)
+
+    before = day_at(START)
+    assert 0 < sum(c.seconds for c in before.chosen) <= 20 * 60
+    assert set(before.left) == {c.item for c in before.chosen}
+    assert before.next == before.left[0]
+    # the list stays as it is while it is worked through, whatever an answer took; what failed comes back in its minute
+    first = before.left[0]
+    failed = review(first, START, rating=1, seconds=290)
+    soon = day_at(START + timedelta(seconds=10), failed)
+    assert soon.chosen == before.chosen
+    assert set(soon.left) == set(before.left) - {first}
+    assert (soon.again, soon.spent) == ((), 290 / 60)
+    assert soon.later == START + timedelta(minutes=1)
+    assert day_at(START + timedelta(minutes=2), failed).next == first
+    assert 20 * 60 < sum(c.seconds for c in day_at(START, minutes=35.0).chosen) <= 35 * 60
+
+
+def test_new_items_come_from_the_cards_of_the_track_first_and_reviews_from_all(known):
+    cards = list(dict.fromkeys(item.card for item in known.values()))
+    track, other = frozenset(cards[-1:]), next(item for item, made in known.items() if made.card == cards[0])
+    past = [review(other, START - timedelta(days=n), rating=3) for n in (40, 30)]
+    begins = schedule.begins(START.date(), UTC)
+    list_of_day = desk.chosen(known, fold(past), begins, begins + timedelta(days=20), 1e6, track)
+    new = [known[c.item].card in track for c in list_of_day if c.is_new]
+    assert new == sorted(new, reverse=True)
+    assert 0 < sum(new) < len(new)
+    waiting = next(place for place, c in enumerate(list_of_day) if c.is_new and known[c.item].card not in track)
+    assert other in {c.item for c in list_of_day[:waiting]}
 
 
 def test_the_worst_leech_is_named_first(known):

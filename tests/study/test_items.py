@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import random
 import re
 import statistics
 
@@ -123,17 +124,31 @@ def test_holes_are_right_for_their_options_and_wrong_for_all_else(name):
 
 
 @of("order")
-def test_an_order_is_right_as_the_card_has_it_and_wrong_else(name):
+def test_an_order_is_right_where_no_step_stands_before_one_that_it_builds_on(name):
+    """In the card's order, and in a hundred drawn ones, by the pairs of steps that the card links."""
     _, card = ITEMS[name]
+    linked = [
+        (card.derivation[(place if step.builds_on is None else number) - 1], step)
+        for place, step in enumerate(card.derivation)
+        for number in ([place] if step.builds_on is None else step.builds_on)
+        if number > 0
+    ]
+    chance = random.Random(name)
     for attempt in ATTEMPTS:
         question = asked(name, attempt)
         assert isinstance(question, OrderQuestion)
-        right = [question.steps.index(step) for step in card.derivation]
+        assert set(map(id, question.steps)) == {id(step) for pair in linked for step in pair}
+        right = [question.places.index(place) for place in range(len(question.steps))]
         assert grading.order(question, right).right
         assert grading.order(question, right).first_wrong is None
-        assert not grading.order(question, range(len(right))).right  # as shown is never as it belongs
-        swapped = [*right[:-2], right[-1], right[-2]]
-        assert grading.order(question, swapped).first_wrong == len(right) - 2
+        assert not grading.order(question, range(len(right))).right  # as shown is never right
+        for _ in range(100):
+            arranged = chance.sample(right, len(right))
+            at = {id(question.steps[shown]): place for place, shown in enumerate(arranged)}
+            early = [at[id(step)] for needed, step in linked if at[id(needed)] > at[id(step)]]
+            grade = grading.order(question, arranged)
+            assert grade.right == (not early)
+            assert grade.first_wrong == min(early, default=None)
         with pytest.raises(Unreadable):
             grading.order(question, right[1:])
 

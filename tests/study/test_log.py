@@ -1,6 +1,7 @@
 """Logs and their stores: one interface, one conformance suite; nothing acknowledged is ever lost."""
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -70,9 +71,9 @@ def test_the_same_event_counts_once(log):
 def test_an_import_is_a_union(log):
     log.append([review(n) for n in range(3)])
     text = export_lines(log)
-    assert import_lines(log, text) == logs.Imported(0, 3)
+    assert import_lines(log, text) == 0
     other = MemoryLog([review(9)])
-    assert import_lines(other, text + text) == logs.Imported(3, 0)
+    assert import_lines(other, text + text) == 3
     assert len(other.events()) == 4
 
 
@@ -89,6 +90,46 @@ def test_forgetting_deletes_everything(log):
     log.forget()
     assert log.events() == []
     assert log.append([review()]) == 1
+
+
+def test_the_mark_differs_when_the_log_does(log):
+    marks = [log.mark()]
+    for change in (
+        lambda: log.append([review(1)]),
+        lambda: log.append([review(2)]),
+        log.forget,
+        lambda: log.append([review(3), review(4)]),
+    ):
+        change()
+        marks.append(log.mark())
+    assert log.mark() == marks[-1]
+    assert all(before != after for before, after in itertools.pairwise(marks))
+    assert marks[2] != marks[4]  # as many events, others
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085", "\x0b", "\x1c", "\r", "\n"])
+def test_words_with_line_separators_come_back(separator, log):
+    told = Report(at=START, item="a/b", words=f"one{separator}two")
+    log.append([told])
+    other = MemoryLog()
+    assert import_lines(other, export_lines(log)) == 1
+    assert other.events() == [told]
+
+
+def test_a_database_that_is_not_there_or_newer_is_an_error_that_the_page_knows(tmp_path, postgres):
+    from alembic.util import CommandError
+    from sqlalchemy import text
+    from sqlalchemy.exc import OperationalError
+
+    url = f"sqlite:///{tmp_path}/p.sqlite3"
+    engine = connect(url)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    engine.dispose()
+    with pytest.raises(CommandError):
+        connect(url)
+    with pytest.raises(OperationalError):
+        connect("postgresql://test@127.0.0.1:1/nowhere")
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
@@ -199,3 +240,25 @@ def test_an_event_in_the_table_is_never_changed(tmp_path):
     log.append([Report(id=first.id, at=START, item="a/b", words="second")])
     assert log.events() == [first]
     engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "detail"),
+    [
+        ('{"v":1,"kind":"dream"}', "log_line_newer", "kind"),
+        ('{"kind":"dream","name":"of another program"}', "log_line_damaged", "kind"),
+        ('{"v":1,"id":"%s","at":"2026-03-01T08:00:00Z","kind":"undo","of":"x"}' % ("a" * 32), "log_line_damaged", "of"),
+        ("no JSON", "log_line_damaged", "JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_named_in_no_language(line, reason, detail):
+    with pytest.raises(BadLine) as refused:
+        read_line(line)
+    assert (refused.value.reason, refused.value.detail) == (reason, detail)
+
+
+def test_an_exam_has_no_attempt_below_zero():
+    """Its reviews could not be kept, and its page would fail for ever."""
+    line = '{"v":1,"id":"%s","at":"2026-03-01T08:00:00Z","kind":"exam","items":[["a/b",-5]],"minutes":1}' % ("a" * 32)
+    with pytest.raises(BadLine):
+        read_line(line)

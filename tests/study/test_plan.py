@@ -56,8 +56,8 @@ def test_a_first_review_is_the_packages(rating):
 
 def candidates(n_known, n_new):
     past = [((START - timedelta(days=2 + n), 3), (START - timedelta(days=1 + n), 1 + n % 4)) for n in range(n_known)]
-    known = [Candidate(f"a/{n}", 30.0 + n, memory(f"a/{n}", past[n], 0.9)) for n in range(n_known)]
-    return known + [Candidate(f"b/{n}", 40.0 + n, None) for n in range(n_new)]
+    known = [Candidate(f"a/{n}", "choice", 30.0 + n, memory(f"a/{n}", past[n], 0.9)) for n in range(n_known)]
+    return known + [Candidate(f"b/{n}", "choice", 40.0 + n, None) for n in range(n_new)]
 
 
 @pytest.mark.parametrize("days_left", [0.5, 3, 30])
@@ -79,9 +79,24 @@ def test_the_list_gains_the_most_that_its_minutes_can(days_left):
         assert best - largest <= gain <= best + 1e-12
 
 
+def test_the_kinds_share_the_minutes_as_they_share_what_is_worth_asking():
+    """A slow kind is not crowded out by a quick one, and within a kind the worthiest come first."""
+    quick = [Candidate(f"q/{n}", "choice", 20.0 + n, None) for n in range(30)]
+    slow = [Candidate(f"s/{n}", "recall", 90.0 + n, None) for n in range(10)]
+    chosen = today(quick + slow, START, START + timedelta(days=9), minutes=20)
+    takes = {name: sum(c.seconds for c in chosen if c.item.startswith(name)) for name in "qs"}
+    wanted = sum(c.seconds for c in slow) / sum(c.seconds for c in quick + slow)
+    largest = 2 * max(c.seconds for c in slow)  # an item that fits no more, looked at twice
+    assert abs(takes["s"] / 1200 - wanted) <= largest / 1200
+    for name in "qs":
+        numbers = [int(c.item[2:]) for c in chosen if c.item.startswith(name)]
+        assert numbers == sorted(numbers)
+
+
 def test_what_gains_nothing_is_left_out():
     held = memory("a/b", ((START - timedelta(minutes=30), 4),), 0.9)
-    assert not today([Candidate("a/b", 30, held)], START, START, minutes=60)  # known now, and the interview is now
+    known_now = [Candidate("a/b", "choice", 30, held)]
+    assert not today(known_now, START, START, minutes=60)  # and the interview is now
     assert today([], START, START + timedelta(days=3), minutes=60) == ()
 
 

@@ -86,6 +86,7 @@ def test_retention_counts_later_days_only(known):
     ]
     table = stats.retention(fold([*log, Setting(at=start, name="retention", value=0.85)]), NOW, UTC)
     assert table["recalled_share"].tolist() == [0.8]
+    assert table["days_from_today"].tolist() == [-3]  # the week that ends today
     assert table["wished_share"].tolist() == [0.85]
 
 
@@ -105,9 +106,14 @@ def test_mastery_is_the_mean_of_predicted_recall(deck, known, log):
 
 
 def test_calibration_has_values_and_no_directions():
-    def prediction(predicted, measured):
-        return Prediction(at=NOW, experiment="e", metric="m", predicted=predicted, measured=measured)
+    def prediction(predicted, measured, **other):
+        return Prediction(at=NOW, experiment="e", metric="m", predicted=predicted, measured=measured, **other)
 
-    table = stats.calibration(fold([prediction(3, 4), prediction(2, 1.7), prediction(-1, 1), prediction(8, 8)]))
-    assert sorted(table["predicted"].tolist()) == [3, 8]
+    log = [prediction(3, 4), prediction(2, 1.7), prediction(2, 2, ask="direction"), prediction(-1, 1), prediction(8, 8)]
+    table = stats.calibration(fold(log))
+    assert sorted(table["predicted"].tolist()) == [2, 3, 8]
+    first, again = (
+        prediction(n, 9, claim="some-claim").model_copy(update={"at": NOW + timedelta(minutes=n)}) for n in (5, 9)
+    )
+    assert stats.calibration(fold([again, first]))["predicted"].tolist() == [5]  # who has seen it predicts no more
     assert table["equal"].tolist() == table["predicted"].tolist()

@@ -7,6 +7,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from content.loader import load_deck
+from content.schema import Text
 from ui import prose, state
 from ui.cards import lab_titles
 from ui.frame import PAGES
@@ -145,6 +146,14 @@ def test_citations_side_by_side_share_a_bracket_and_only_addresses_are_links(mon
     monkeypatch.setattr(prose.state, "language", lambda: lang)
     links = [DECK.sources[key].link for key in ("vaswani2017", "yang2022")]
     assert prose.cited(text) == shown.format(*links)
+
+
+def test_other_cards_are_links_where_they_are_written(monkeypatch):
+    monkeypatch.setattr(prose.state, "language", lambda: "zh")
+    text = Text(en="-", zh="见 `causal-mask`、`no-such-card`，`causal` 和 `x-y`。")
+    link = "[`causal-mask`](cards?card=causal-mask&lang=zh)"
+    shown = prose.markdown(DECK.cards["sdpa-scale-sqrt-dk"], text)
+    assert shown == f"见 {link}、`no-such-card`，`causal` 和 `x-y`。"
 
 
 def test_a_visit_is_made_once_however_often_it_is_asked_for(monkeypatch):

@@ -1,9 +1,11 @@
 """A page with one of everything that the harness must see. ``?bad=`` adds one thing that no reader should meet."""
 
+import threading
 import time
 
 import pandas as pd
 import streamlit as st
+from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 st.set_page_config(page_title="Tiny")
 zh = st.query_params.get("lang", "en") == "zh"
@@ -48,3 +50,6 @@ def lab() -> None:
 
 
 lab()
+if st.query_params.get("gone"):  # a fragment that the browser polls and the server has forgotten
+    st.fragment(lambda: st.caption("polled"), run_every=0.1)()
+    threading.Timer(1.0, get_script_run_ctx().fragment_storage.clear).start()

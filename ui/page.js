@@ -1,0 +1,17 @@
+// What a page needs of the browser beside its text. Streamlit leaves a page scrolled where it was when it turns to something
+// else (another card, the next question), and keeps the keyboard for an option that was clicked: shortcuts would be dead.
+
+let shown = null
+let pointed = 0
+
+addEventListener("pointerdown", () => (pointed = performance.now()), true)
+addEventListener("change", ({ target }) => {
+  if (target.matches?.("input[type=radio], input[type=checkbox]") && performance.now() - pointed < 1000) target.blur()
+})
+
+export default function ({ data }) {
+  if (shown !== null && shown !== data.place && !location.hash) {
+    document.querySelector('[data-testid="stMain"]')?.scrollTo({ top: 0 })
+  }
+  shown = data.place
+}

@@ -40,6 +40,7 @@ class _Words:
     facets: tuple[str, ...]
     by_is_number: bool
     x_is_text: bool
+    x_is_whole: bool  # no tick between 1 and 2
     x_is_long: bool  # of text: its names do not fit beside each other on a phone
     single: bool  # one place on the x axis only
     signed: bool  # of a heat map: values on both sides of 0
@@ -90,6 +91,7 @@ def _prepare(plot: Plot, table: Table) -> tuple[pd.DataFrame, _Words]:
         facets=_in_order(frame[plot.facet]) if plot.facet else (),
         by_is_number=bool(plot.by) and frame[plot.by].dtype.kind in "iuf",
         x_is_text=x_is_text,
+        x_is_whole=frame[plot.x].dtype.kind in "iu",
         x_is_long=x_is_text and sum(_width(name) + 2 for name in frame[plot.x].unique()) > FITS,
         single=frame[plot.x].nunique() == 1,
         signed=_is_signed(plot, table),
@@ -137,7 +139,10 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
         x = alt.X(plot.x, type="nominal", sort=None, title=words.x, axis=alt.Axis(**_names(words.x_is_long)))
     else:  # half a bar beside the first number must not begin the axis at the round number before it
         scale = _scale(plot.x_scale, nice=plot.mark != "bar")
-        x = alt.X(plot.x, type="quantitative", title=words.x, scale=scale, axis=_axis(plot.x_scale))
+        axis = _axis(plot.x_scale)
+        if words.x_is_whole and plot.x_scale == "linear":
+            axis.tickMinStep = 1
+        x = alt.X(plot.x, type="quantitative", title=words.x, scale=scale, axis=axis)
     y = alt.Y(
         plot.y,
         type="quantitative",

@@ -25,13 +25,23 @@ def held(visit) -> list[dict]:
 def wait_for(visit, number: int) -> list[dict]:
     """The log in the browser once it holds so many events."""
     visit.page.wait_for_function(
-        f"(localStorage.getItem({KEY!r}) ?? '').split('\\n').filter(Boolean).length >= {number}", timeout=20_000
+        f"(localStorage.getItem({KEY!r}) ?? '').split('\\n').filter(Boolean).length >= {number}", timeout=60_000
     )
     return held(visit)
 
 
 def press(visit, key):
+    # a button is painted first, and only then listened for by its key
+    visit.page.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
     visit.act(lambda: visit.page.keyboard.press(key))
+
+
+def grade(visit):
+    """See the answer to an item, then grade it, both by key."""
+    press(visit, "s")
+    # not after any run of the page: the log in the browser causes some too
+    visit.page.get_by_role("button", name="Again").first.wait_for()
+    press(visit, "1")
 
 
 def graded(hosted, open_reader):
@@ -39,8 +49,7 @@ def graded(hosted, open_reader):
     visit = open_reader(hosted)
     visit.goto("quiz", mode="review", lang="en")
     visit.page.get_by_role("button", name="Show the answer").wait_for()
-    press(visit, "s")
-    press(visit, "1")
+    grade(visit)
     (first,) = wait_for(visit, 1)
     return visit, first
 
@@ -114,8 +123,7 @@ def test_a_second_tab_does_not_bring_back_what_was_forgotten(hosted, open_reader
     visit.goto("progress", view="log", lang="en")
     forget(visit)
     visit.page.wait_for_function(f"!localStorage.getItem({KEY!r})")
-    press(tab, "s")
-    press(tab, "1")  # with what it records next the tab hears of it
+    grade(tab)  # with what it records next the tab hears of it
     (left,) = wait_for(tab, 1)
     assert left["id"] != first["id"]
     tab.page.get_by_text("1 done").wait_for()  # what was forgotten is not counted here either
@@ -156,8 +164,7 @@ def test_two_tabs_hear_of_each_other_and_an_import_outlives_an_earlier_forgettin
     tab = harness.Visit(hosted, visit.page.context.new_page())
     tab.goto("progress", view="log", lang="en")
     tab.page.get_by_text("Events: 0").wait_for()
-    press(visit, "s")
-    press(visit, "1")
+    grade(visit)
     (first,) = wait_for(visit, 1)
     tab.page.get_by_text("Events: 1").wait_for()  # without anything done here
     visit.goto("progress", view="log", lang="en")

@@ -18,6 +18,7 @@ WORDS = charts._Words(
     facets=(),
     by_is_number=False,
     x_is_text=False,
+    x_is_whole=False,
     x_is_long=False,
     single=False,
     signed=False,
@@ -75,6 +76,13 @@ def test_bars_over_a_logarithm_are_not_stacked_from_zero(scale, stacked):
 def test_rates_have_prefixes():
     plot = Plot("p", table="t", x="x", y="y", y_scale="log10", y_unit="flop/s")
     assert charts.spec(plot, WORDS)["encoding"]["y"]["axis"]["format"] == "~s"
+
+
+@pytest.mark.parametrize(("x", "step"), [(np.arange(3), 1), (np.arange(3) / 2, None)])
+def test_there_is_no_tick_between_two_layers(x, step):
+    plot = Plot("p", table="t", x="x", y="y")
+    words = charts._prepare(plot, {"x": x, "y": np.zeros(3)})[1]
+    assert charts.spec(plot, words)["encoding"]["x"]["axis"].get("tickMinStep") == step
 
 
 def test_no_name_below_a_chart_is_left_out():

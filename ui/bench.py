@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import statistics
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,9 @@ def _panel(setup: Setup, polled: bool) -> None:
         on_change=functools.partial(_get_ready, setup),
     )
     if spec is None:
+        for purpose in (_purpose(setup), runs.purpose(setup.slot)):  # what runs is not stopped by a refused setting
+            if (job := engine.active_job(purpose)) is not None:
+                jobbar.draw(job)
         st.error(refused, icon=":material/block:")
     elif predicting:
         _ask_prediction(setup, experiment, spec)
@@ -165,12 +169,15 @@ def _bring_up_to_date(setup: Setup, spec: RunSpec) -> None:
     try:
         result = engine.quick(spec)
     except (runner.TooLarge, runner.OutOfMemory) as error:
-        reader.messages[setup.slot] = text.error(error)
+        reader.messages[setup.slot] = functools.partial(text.error, error)
         return
     if result is not None:
         _show(setup, Shown(spec, result, "here"))
         return
-
+    if engine.active_elsewhere() is not None:  # a moved control must not end it: Run on this device may
+        state.set_value(f"{setup.slot}:wanted", None)
+        reader.messages[setup.slot] = lambda: t("busy_elsewhere")
+        return
     _run(setup, spec)
     _collect(setup)
 
@@ -184,6 +191,7 @@ def _show(setup: Setup, shown: Shown) -> None:
 def _run(setup: Setup, spec: RunSpec, deadline_s: float | None = None) -> None:
     """Start one run as a job; with a deadline it is a training run under the reader's time budget."""
     state.set_value(f"{setup.slot}:wanted", spec)
+    state.reader().messages.pop(setup.slot, None)
 
     def work(handle: Handle) -> Measured:
         result = runner.run_spec(spec, handle.progress, handle.check_stop)
@@ -203,7 +211,7 @@ def _collect(setup: Setup) -> None:
     if job is None:
         return
     if job.state == "failed":
-        reader.messages[setup.slot] = text.error(job.error)
+        reader.messages[setup.slot] = functools.partial(text.error, job.error)
         return
     brought = job.result if job.state == "done" else job.partial
     if isinstance(brought, Result):  # so far: a training run reports its curves on the way
@@ -217,13 +225,19 @@ def _collect(setup: Setup) -> None:
     else:
         # t("stopped_stop") t("stopped_replaced") t("stopped_deadline") t("stopped_abandoned") t("stopped_empty")
         ended = f"stopped_{job.reason}" if brought is not None else "stopped_empty"
-        share = job.fraction if brought is None or brought.shown.result.done == 1 else brought.shown.result.done
-        reader.messages[setup.slot] = t(ended, share=f"{share:.0%}")
+        reached = brought.shown.result.done if brought is not None and brought.shown.result.done < 1 else job.fraction
+        reader.messages[setup.slot] = functools.partial(_ended, ended, f"{job.fraction:.0%}", f"{reached:.0%}")
+
+
+def _ended(name: str, share: str, reached: str) -> str:
+    """How far a run got that did not come to its end; what is on show may end earlier, where it was last measured."""
+    return t(name, share=share) + (f" {t('measured_until', share=reached)}" if reached != share else "")
 
 
 def _measure(setup: Setup, spec: RunSpec) -> None:
     """*Run on this device*: this setting on several seeds, and the claims that this experiment carries."""
     state.set_value(f"{setup.slot}:wanted", spec)
+    state.reader().messages.pop(setup.slot, None)
     claims, card = setup.claims, setup.card
 
     def work(handle: Handle) -> Measured:
@@ -271,6 +285,8 @@ def _draw(setup: Setup, experiment: Experiment, spec: RunSpec) -> None:
     else:
         if unknown := int(result.metrics.get("n_unknown", 0)):
             st.warning(t("unknown_characters", n=unknown), icon=":material/spellcheck:")
+        if not all(map(math.isfinite, result.metrics.values())):
+            st.warning(t("not_finite", dtype=spec.dtype), icon=":material/warning:")
         _chart(setup, experiment, result, shown)
         _figures(setup, experiment, result, shown)
     if setup.of_lab:
@@ -279,7 +295,7 @@ def _draw(setup: Setup, experiment: Experiment, spec: RunSpec) -> None:
     _prediction_outcome(setup)
     message = reader.messages.get(setup.slot)
     if message:
-        st.warning(message, icon=":material/info:")
+        st.warning(message(), icon=":material/info:")
     _buttons(setup, experiment, spec, job is not None)
     if shown is not None and job is None:
         if shown.spec != spec:
@@ -360,10 +376,11 @@ def _chart(setup: Setup, experiment: Experiment, result: Result, shown: Shown | 
 def summary(experiment: Experiment, result: Result) -> str:
     """One sentence that says what the run shows."""
     words = text.experiment(experiment.name)
-    try:
-        return text.say(words.summary).format(**result.metrics)
-    except KeyError:  # a partial result need not hold every metric yet
-        return text.say(words.title)
+    said = text.say(words.summary)
+    named = {name for _, name, _, _ in string.Formatter().parse(said) if name}
+    if all(math.isfinite(result.metrics.get(name, math.nan)) for name in named):
+        return said.format(**result.metrics)
+    return text.say(words.title)  # a partial result need not hold every metric yet, and what is undefined says nothing
 
 
 def _figures(setup: Setup, experiment: Experiment, result: Result, shown: Shown | None) -> None:
@@ -497,13 +514,16 @@ def _commit(setup: Setup, spec: RunSpec, metric: str) -> None:
 
 
 def _prediction_outcome(setup: Setup) -> None:
-    """Compare a committed prediction with the run it was made for, once that run is there, and keep it."""
+    """Compare a committed prediction with the run it was made for, once that run is whole, and keep it."""
     pending = state.value_of(f"{setup.slot}:pending")
     shown = state.reader().shown.get(setup.slot)
-    if pending is None or shown is None:
+    if pending is None or shown is None or engine.active_job(_purpose(setup)) is not None:
         return
     spec, metric, predicted = pending
     if shown.spec != spec or metric not in shown.result.metrics:
+        return
+    if shown.result.done < 1:
+        st.info(t("prediction_waits", predicted=text.number(predicted)))
         return
     measured = shown.result.metrics[metric]
     if state.value_of(f"{setup.slot}:pending-kept") != pending:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import streamlit as st
 
 from engine import devices, registry
+from engine.base import ChoiceSpec, NumberSpec
 from engine.registry import Experiment
 from ui import bench, engine, runs, state, sweep, text, widgets
 from ui.deck import deck
 from ui.text import say, t
 
+MOST_SHOWN = 40  # characters of a refused value
 KNOWN = ("lang", "experiment", "seed", "device", "dtype", "pin", *sweep.LINK)  # of a link, beside parameters
 
 
@@ -20,7 +22,7 @@ def draw() -> None:
     st.header(t("page_lab"), anchor=False)
     asked, by_link = state.link_value("experiment"), state.link_value("experiment", names)
     if asked != by_link:
-        st.warning(t("link_refused", names="experiment"), icon=":material/link_off:")
+        st.warning(t("link_refused", names=f"`experiment={_code_like(asked or '')}`"), icon=":material/link_off:")
     name = widgets.listed(t("experiment"), names, "lab_experiment", _title, start=by_link or first) or first
     if name != (by_link or first):  # another experiment has other parameters: those that it was left with
         state.set_link(**{key: None for key in state.link_values() if key != "lang"})
@@ -57,10 +59,11 @@ def _setup(experiment: Experiment) -> bench.Setup:
     refused += [name for name in link if name not in {*experiment.Params.specs(), *KNOWN}]
     refused += runs.from_link_list(experiment, slot)
     if refused:  # kept, and added to: the next script run finds a link that is mended, or mended in part
-        said = state.reader().messages.get(f"{slot}:link", "").splitlines()
-        state.reader().messages[f"{slot}:link"] = "\n".join(dict.fromkeys(said + refused))
-    if names := state.reader().messages.get(f"{slot}:link"):
-        st.warning(t("link_refused", names=", ".join(map(_in_link, names.splitlines()))), icon=":material/link_off:")
+        said = state.reader().refused_links.setdefault(slot, {})
+        said |= {name: link.get(name, "") for name in refused if name not in said}
+    if asked := state.reader().refused_links.get(slot):
+        names = "; ".join(_in_link(experiment, name, value) for name, value in asked.items())
+        st.warning(t("link_refused", names=names), icon=":material/link_off:")
     with st.container(horizontal=True):
         seed = st.number_input(t("seed"), 0, runs.MOST_SEED, start.seed, key=state.control_key(slot, "seed"), width=140)
         device, dtype = start.device, start.dtype
@@ -89,10 +92,21 @@ def _setup(experiment: Experiment) -> bench.Setup:
     )
 
 
-def _in_link(name: str) -> str:
-    """A parameter as its control is called, and as the link has it."""
-    known = deck().strings.names
-    return f"{text.name(name, plain=True)} (`{name}`)" if name in known else f"`{name}`"
+def _in_link(experiment: Experiment, name: str, value: str) -> str:
+    """A parameter as its control is called, as the link has it, and what it may be."""
+    spec = experiment.Params.specs().get(name)
+    said = f"`{name}={_code_like(value)}`" if value else f"`{name}`"
+    if name in deck().strings.names:
+        said = f"{text.name(name, plain=True)} ({said})"
+    if isinstance(spec, NumberSpec):
+        said += f" · {spec.low:g} … {spec.high:g}"
+    elif isinstance(spec, ChoiceSpec):
+        said += f" · {', '.join(spec.values)}"
+    return said
+
+
+def _code_like(value: str) -> str:
+    return value.replace("`", "")[:MOST_SHOWN]
 
 
 def _code(experiment: Experiment) -> None:

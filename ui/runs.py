@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -251,7 +252,7 @@ def bring_up_to_date(slot: str) -> None:
     """Have the results of the pinned runs that are quick or known; the others wait for :func:`run_missing`."""
     done = engine.take_finished(purpose(slot))  # what it has run is in the shared cache of results
     if done is not None and done.state == "failed":
-        state.reader().messages[slot] = text.error(done.error)
+        state.reader().messages[slot] = functools.partial(text.error, done.error)
     reader, kept = state.reader(), []
     for spec, result in pins(slot):
         if result is None and engine.is_ready():
@@ -260,7 +261,7 @@ def bring_up_to_date(slot: str) -> None:
                 if result is None and spec not in reader.slow and not registry.get(spec.experiment).trains:
                     result = engine.quick(spec)
             except (runner.TooLarge, runner.OutOfMemory, devices.UnknownDevice, devices.UnsupportedDtype) as error:
-                reader.messages[slot] = text.error(error)
+                reader.messages[slot] = functools.partial(text.error, error)
                 continue
             if result is None:
                 reader.slow.append(spec)  # tried once: the next poll does not try again

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from typing import Any
@@ -102,7 +102,9 @@ class Reader:
     slow: list[RunSpec] = field(default_factory=list)  # pinned runs that were not quick enough to run unasked
     # what came of something, by place: colour, name of the words, what fills them
     told: dict[str, tuple[str, str, dict[str, Any]]] = field(default_factory=dict)
-    messages: dict[str, str] = field(default_factory=dict)  # what happened to the last run, by slot
+    # says what happened to the last run, by slot, in the language of whoever reads it
+    messages: dict[str, Callable[[], str]] = field(default_factory=dict)
+    refused_links: dict[str, dict[str, str]] = field(default_factory=dict)  # what no run could be made of, by slot
     revealed: set[str] = field(default_factory=set)  # answers that were asked for
     refuted: set[str] = field(default_factory=set)  # mistakes whose counter-example was run
     timer_started: float | None = None

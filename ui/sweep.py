@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def _panel(experiment: Experiment, asked: RunSpec, slot: str, purpose: str, poll
         seeds=str(n_seeds) if n_seeds != SEEDS else None,
     )
     if place in state.reader().messages:
-        st.warning(state.reader().messages[place], icon=":material/info:")
+        st.warning(state.reader().messages[place](), icon=":material/info:")
     result: Swept | None = job.partial if job is not None and job.partial else state.value_of(f"{place}:result")
     if result is not None and result.lines:
         if job is None and not _is_current(result, asked, slot, over, by or None, int(n_seeds)):
@@ -196,11 +197,11 @@ def _start(
     lines = [(value, values) for value, values in every if values]
     state.reader().messages.pop(place, None)
     if not lines:
-        state.reader().messages[place] = f"{t('sweep_empty')}\n\n{_why_empty(experiment, params, over)}"
+        state.reader().messages[place] = lambda: f"{t('sweep_empty')}\n\n{_why_empty(experiment, params, over)}"
         return
     fitting = ({**params, over: values[0], **({by: value} if by else {})} for value, values in lines)
     if all(over in experiment.Params.from_mapping(some).unread() for some in fitting):
-        state.reader().messages[place] = t("sweep_unread", over=_plain(over))
+        state.reader().messages[place] = lambda: t("sweep_unread", over=_plain(over))
         return
     held_by = RunSpec(experiment.name, params, asked.seed, asked.device, asked.dtype)
     left_out = tuple(value for value, values in every if not values)
@@ -291,10 +292,10 @@ def _collect(place: str, purpose: str) -> None:
     if isinstance(brought, Swept) and brought.lines:
         state.set_value(f"{place}:result", brought)
     if finished.state == "failed":
-        state.reader().messages[place] = text.error(finished.error)
+        state.reader().messages[place] = functools.partial(text.error, finished.error)
     elif finished.state != "done":
         ended = f"stopped_{finished.reason}" if isinstance(brought, Swept) and brought.lines else "stopped_empty"
-        state.reader().messages[place] = t(ended, share=f"{finished.fraction:.0%}")
+        state.reader().messages[place] = functools.partial(t, ended, share=f"{finished.fraction:.0%}")
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------

@@ -116,7 +116,8 @@ def _number(
         low, high, step = float(spec.low), float(spec.high), float(spec.step)
         st.slider(label, low, high, float(start), step=step, format="%g", **look)
     else:
-        st.number_input(label, float(spec.low), float(spec.high), float(start), format="%g", **look)
+        step = 10.0 ** math.floor(math.log10(start / 2)) if start > 0 else None  # 0.003 goes to 0.002, not to 0
+        st.number_input(label, float(spec.low), float(spec.high), float(start), step, format="%g", **look)
 
 
 def _powers_of_two(spec: NumberSpec, whole: bool, also: set[Any]) -> list[Any]:

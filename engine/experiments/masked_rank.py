@@ -151,7 +151,12 @@ def _log10_determinant(weights: torch.Tensor) -> float:
 
 
 def _condition(singular: torch.Tensor) -> float:
-    return float(1 / (singular[-1] / singular[0]).clamp_min(FLOOR))
+    return float(1 / _shares(singular)[-1])
+
+
+def _shares(singular: torch.Tensor) -> torch.Tensor:
+    """Singular values as shares of the largest; those of 0 are at the floor, as what is rounded to 0."""
+    return (singular / singular[0].clamp_min(FLOOR**2)).clamp_min(FLOOR)
 
 
 def _above(singular: torch.Tensor, share: float) -> float:
@@ -165,5 +170,5 @@ def _spectra(values: dict[str, torch.Tensor]) -> Table:
     return {
         "mask": np.repeat(list(values), len(places)),
         "singular_index": np.tile(places, len(values)),
-        "singular_share": np.concatenate([(s / s[0]).clamp_min(FLOOR).numpy()[places - 1] for s in values.values()]),
+        "singular_share": np.concatenate([_shares(s).numpy()[places - 1] for s in values.values()]),
     }

@@ -223,7 +223,7 @@ def _result(
     latest = next(reversed(losses.values()))
     metrics = {"floor_nats": floor}
     metrics |= {f"data_prefix_loss_nats_{name}": float(loss) for name, loss in zip(NAMES, latest, strict=True)}
-    metrics |= {f"rule_kept_{name}": kept.get(name, math.nan) for name in ("in_data", *NAMES)}
+    metrics |= {f"rule_kept_{name}": share for name, share in kept.items()}
     metrics["dependent_passes_per_step"] = float(passes)
     steps = np.array(list(losses))
     curves: Table = {
@@ -232,9 +232,11 @@ def _result(
         "data_prefix_loss_nats": np.concatenate(list(losses.values())).astype(np.float32),
         "floor_nats": np.full(len(steps) * len(SHARES), floor),
     }
+    if not kept:
+        return Result(metrics, {"curves": curves}, done)
     written: Table = {
         "own_tokens": np.array(NAMES),
-        "rule_kept": np.array([kept.get(name, math.nan) for name in NAMES]),
-        "rule_kept_in_data": np.full(len(NAMES), kept.get("in_data", math.nan)),
+        "rule_kept": np.array([kept[name] for name in NAMES]),
+        "rule_kept_in_data": np.full(len(NAMES), kept["in_data"]),
     }
     return Result(metrics, {"curves": curves, "written": written}, done)

@@ -80,6 +80,7 @@ BUDGET_S = 0.1
 
 N_SHOWN = 12  # tokens of the map of influence
 DRAWN_FLOOR = 1e-18  # smaller shares, which are rounding, are drawn here: a logarithmic axis has no 0
+TINY = 1e-300  # a share of nothing at all, as behind dead units, is 0
 
 _Map = Callable[["torch.Tensor"], "torch.Tensor"]
 
@@ -188,12 +189,15 @@ def _from_others(influence: torch.Tensor) -> torch.Tensor:
     import torch
 
     own = torch.eye(len(influence), dtype=torch.bool)
-    return influence.masked_fill(own, 0).sum() / influence.sum()
+    return influence.masked_fill(own, 0).sum() / influence.sum().clamp_min(TINY)
 
 
 def _additivity_error(layer: _Map, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    import torch
+
     whole = layer(x + y)
-    return (whole - layer(x) - layer(y)).norm() / whole.norm()
+    off = (whole - layer(x) - layer(y)).norm()
+    return torch.where(off == 0, off, off / whole.norm())
 
 
 def _rank(singular: torch.Tensor, longer: int) -> int:
@@ -207,13 +211,16 @@ def _spectrum_table(spectra: dict[str, torch.Tensor]) -> Table:
     return {
         "sublayer": np.repeat(list(spectra), n_values),
         "singular_index": np.tile(np.arange(1, n_values + 1), len(spectra)),
-        "singular_share": np.concatenate([(s / s[0]).clamp_min(DRAWN_FLOOR).numpy() for s in spectra.values()]),
+        "singular_share": np.concatenate(
+            [(s / s[0].clamp_min(TINY)).clamp_min(DRAWN_FLOOR).numpy() for s in spectra.values()]
+        ),
     }
 
 
 def _influence_table(influences: dict[str, torch.Tensor]) -> Table:
     """Of the first tokens, each output's shares."""
-    shares = [(i / i.sum(dim=-1, keepdim=True))[:N_SHOWN, :N_SHOWN].numpy() for i in influences.values()]
+    sums = {name: i.sum(dim=-1, keepdim=True).clamp_min(TINY) for name, i in influences.items()}
+    shares = [(i / sums[name])[:N_SHOWN, :N_SHOWN].numpy() for name, i in influences.items()]
     outputs, inputs = np.indices(shares[0].shape)
     return {
         "sublayer": np.repeat(list(influences), outputs.size),

@@ -202,7 +202,7 @@ def _squared_gradient(params: Params, run: Run, example: _Example) -> np.ndarray
     sizes = DecoderSizes(params.n_layers, D_MODEL, N_HEADS, N_HEADS, d_k, 2 * D_MODEL, VOCABULARY)
     keep = _keep(example).to(run.device)
     targets = torch.from_numpy(np.flatnonzero(example.wanted != NONE)).to(run.device)
-    labels = (run.rand(len(targets)) * VOCABULARY).long()
+    labels = (run.rand(len(targets)) * VOCABULARY).long().clamp_max(VOCABULARY - 1)  # 16-bit types round up to 1
     vectors = run.randn(1, len(example.held), D_MODEL).requires_grad_()
     x = vectors
     for layer in range(params.n_layers):

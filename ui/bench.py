@@ -27,7 +27,7 @@ from ui.text import t
 
 PLACE = "bench"  # key of the container that holds a panel
 SEEDS = 5  # runs behind the ± of a figure
-DEFAULT_BUDGET_S, MOST_BUDGET_S = 10, 120
+DEFAULT_BUDGET_S, MOST_BUDGET_S = 30, 120
 FIGURES = 3
 MOST_TABS = 3  # more plots than this go into a list
 
@@ -541,6 +541,8 @@ def _prediction_outcome(setup: Setup) -> None:
 
 def _how_far(predicted: float, measured: float) -> str:
     """A factor where both have the same sign, else a difference."""
+    if text.number(predicted) == text.number(measured):
+        return t("just_so")
     if predicted * measured > 0:
         factor = max(predicted / measured, measured / predicted)
         return t("off_by_factor", factor=f"{factor:.2f}") if math.isfinite(factor) else t("off_by", difference="∞")

@@ -38,6 +38,7 @@ from ui.text import say, t
 
 LEVELS = ("core", "deep", "trap")
 STATUSES = ("new", "due", "later")
+_FILLED = "labs_filled"  # how often a lab was filled in from the text on this visit
 
 
 def draw() -> None:
@@ -53,7 +54,7 @@ def draw() -> None:
     else:
         st.warning(t("no_such_card", card=re.sub(r"[^\w-]", "?", wanted)[:60]), icon=":material/search_off:")
         _list()
-    frame.turned_to(wanted or "cards")
+    frame.turned_to(wanted or "cards", filled=state.value_of(_FILLED) or 0)
 
 
 # -- the list ---------------------------------------------------------------------------------------------------------
@@ -346,7 +347,8 @@ def _set_lab(card: Card, lab: str, params: dict[str, object]) -> None:
     declared = registry.get(card.lab(lab).experiment).Params
     start = declared.defaults() | dict(card.lab(lab).params)
     state.set_controls(_slot(card, lab), start | params)
-    st.toast(t("lab_is_set"), icon=":material/science:")  # on a phone the panel is below the text
+    state.set_value(_FILLED, (state.value_of(_FILLED) or 0) + 1)
+    st.toast(t("lab_is_set"), icon=":material/science:")
 
 
 def _lab(card: Card) -> None:

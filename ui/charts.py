@@ -7,6 +7,8 @@ kept spec drawn with ``st.vega_lite_chart`` costs about a twentieth of that.
 from __future__ import annotations
 
 import functools
+import math
+import re
 from dataclasses import dataclass
 from typing import Any
 from unicodedata import east_asian_width
@@ -18,7 +20,11 @@ import streamlit as st
 from engine.base import Plot, Table
 from ui import text
 
-HEIGHT = 330  # legend and titles included; some 260 are left for the plot
+HEIGHT = 330  # titles and a legend of two rows included; some 240 are left for the plot
+LEGEND_ROW = 22  # px that each further row of the legend adds
+SLANTED = 80  # px that slanted names below the plot add
+TITLE = 28  # letters of a line beside the plot
+FEW = 6  # so many places of a logarithmic axis are its ticks
 MAX_ROWS = 4000
 BAR_ROOM = 14  # px
 FITS = 44  # Latin letters below a chart on a phone
@@ -42,6 +48,7 @@ class _Words:
     x_is_text: bool
     x_is_whole: bool  # no tick between 1 and 2
     x_is_long: bool  # of text: its names do not fit beside each other on a phone
+    x_places: tuple[float, ...]  # where they are few
     single: bool  # one place on the x axis only
     signed: bool  # of a heat map: values on both sides of 0
     colour: str
@@ -68,9 +75,8 @@ def as_frame(plot: Plot, table: Table) -> pd.DataFrame:
 
 def _labelled(plot: Plot, table: Table) -> pd.DataFrame:
     columns: dict[str, Any] = {name: _small(column) for name, column in table.items()}
-    if plot.mark == "heat":  # its cells are named by what the reader typed
-        return pd.DataFrame(columns)
-    for name in (plot.by, plot.facet, plot.x):
+    # the cells of a heat map are named by what the reader typed
+    for name in (plot.facet,) if plot.mark == "heat" else (plot.by, plot.facet, plot.x):
         if name and table[name].dtype.kind not in "iuf":
             ids = table[name].tolist()
             words = {value: text.choice(value, plain=True) for value in dict.fromkeys(ids)}
@@ -92,6 +98,7 @@ def _prepare(plot: Plot, table: Table) -> tuple[pd.DataFrame, _Words]:
         by_is_number=bool(plot.by) and frame[plot.by].dtype.kind in "iuf",
         x_is_text=x_is_text,
         x_is_whole=frame[plot.x].dtype.kind in "iu",
+        x_places=_few_places(frame[plot.x]) if not x_is_text else (),
         x_is_long=x_is_text and sum(_width(name) + 2 for name in frame[plot.x].unique()) > FITS,
         single=frame[plot.x].nunique() == 1,
         signed=_is_signed(plot, table),
@@ -108,6 +115,24 @@ def _is_signed(plot: Plot, table: Table) -> bool:
     if not plot.value or plot.value.endswith("_log10"):
         return False
     return bool(np.min(table[plot.value], initial=0) < 0 < np.max(table[plot.value], initial=0))
+
+
+def _few_places(column: Any) -> tuple[float, ...]:
+    places = column.unique()
+    return tuple(float(f"{place:.6g}") for place in sorted(places)) if len(places) <= FEW else ()
+
+
+_WORDS = re.compile(r"[\u2e80-\uffef][，、）]*\s*|[^\u2e80-\uffef\s]+\s*")  # a Chinese character is a word
+
+
+def _lines(title: str) -> list[str]:
+    """A title beside the plot, in as many lines as it takes: Vega cuts what is longer than its axis."""
+    lines = [""]
+    for word in _WORDS.findall(title):
+        if lines[-1] and _width(lines[-1] + word.strip()) > TITLE:
+            lines.append("")
+        lines[-1] += word
+    return [line.strip() for line in lines]
 
 
 def _in_order(column: Any) -> tuple[str, ...]:
@@ -142,11 +167,13 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
         axis = _axis(plot.x_scale)
         if words.x_is_whole and plot.x_scale == "linear":
             axis.tickMinStep = 1
+        if plot.x_scale != "linear" and words.x_places:
+            axis = alt.Axis(values=list(words.x_places), format=",.4~g", grid=True)
         x = alt.X(plot.x, type="quantitative", title=words.x, scale=scale, axis=axis)
     y = alt.Y(
         plot.y,
         type="quantitative",
-        title=words.y,
+        title=_lines(words.y),
         scale=_scale(plot.y_scale, mark=plot.mark),
         axis=_axis(plot.y_scale, plot.y_unit),
         # stacked bars begin at 0, which has no logarithm; unstacked ones at the lower end of the axis
@@ -156,7 +183,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
     tooltip.append(alt.Tooltip(plot.y, type="quantitative", title=words.y, format=".4~g"))
     base = alt.Chart(source)
     if plot.mark == "heat":
-        return _bare(_heat(base, plot, words))
+        return _bare(_small_multiples(_heat(base, plot, words), plot, words))
     series: dict[str, Any] = {}
     if plot.by:
         legend = alt.Legend(
@@ -187,21 +214,29 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
     if plot.low and plot.high:
         band = {"color": series["color"]} if plot.by else {}
         area = base.mark_area(opacity=0.18)
-        layers.append(area.encode(x=x, y=alt.Y(plot.low, type="quantitative", title=words.y), y2=plot.high, **band))
+        layers.append(
+            area.encode(x=x, y=alt.Y(plot.low, type="quantitative", title=_lines(words.y)), y2=plot.high, **band)
+        )
     layers.append(_mark(base, plot, words.single).encode(x=x, y=y, tooltip=tooltip, **series))
     if plot.theory:
         law = base.mark_line(strokeDash=[5, 4], strokeWidth=1.5, color=words.colour)
         detail = {"detail": alt.Detail(plot.by, type="nominal")} if plot.by and not plot.one_law else {}
-        layers.append(law.encode(x=x, y=alt.Y(plot.theory, type="quantitative", title=words.y), **detail))
+        layers.append(law.encode(x=x, y=alt.Y(plot.theory, type="quantitative", title=_lines(words.y)), **detail))
     chart = alt.layer(*layers) if len(layers) > 1 else layers[0]
-    if plot.facet:
-        # two beside each other fit a phone; small multiples can't follow the width of their place
-        chart = chart.properties(width=120, height=HEIGHT * 0.5).facet(
-            facet=alt.Facet(plot.facet, type="nominal", title=None, sort=list(words.facets)), columns=2
-        )
-    else:
-        chart = chart.properties(height=HEIGHT)
-    return _bare(chart)
+    rows = math.ceil(len(words.series) / _legend_columns(words.series)) if plot.by else 0
+    room = LEGEND_ROW * max(0, rows - 2) + (SLANTED if words.x_is_long else 0)
+    chart = chart.properties(height=HEIGHT + room)
+    return _bare(_small_multiples(chart, plot, words))
+
+
+def _small_multiples(chart: Any, plot: Plot, words: _Words) -> Any:
+    """A chart for each facet, where there are any: two beside each other fit a phone, and can't follow its width."""
+    import altair as alt
+
+    if not plot.facet:
+        return chart
+    facet = alt.Facet(plot.facet, type="nominal", title=None, sort=list(words.facets))
+    return chart.properties(width=120, height=HEIGHT * 0.5).facet(facet=facet, columns=2)
 
 
 def _bare(chart: Any) -> dict[str, Any]:
@@ -226,7 +261,7 @@ def _heat(base: Any, plot: Plot, words: _Words) -> Any:
     scale = alt.Scale(scheme="blueorange", domainMid=0) if words.signed else alt.Undefined
     if words.all_zero:
         scale = alt.Scale(domain=[0, 1])
-    legend = alt.Legend(orient="top", gradientLength=200)
+    legend = alt.Legend(orient="top", gradientLength=200, titleLimit=300)
     colour = alt.Color(plot.value, type="quantitative", title=words.value, scale=scale, legend=legend)
     named = ((plot.y, words.y, ""), (plot.x, words.x, ""), (plot.value, words.value, ".3~g"))
     tooltip = [

@@ -72,9 +72,12 @@ def page(page_id: str) -> Iterator[None]:
     engine.warm_up().start()
 
 
-def turned_to(place: str) -> None:
-    """Say what a page shows, where it shows one thing after another: when it turns to another, it starts at its top."""
-    _page(data={"place": place}, key="page", height=0)
+def turned_to(place: str, *, filled: int = 0) -> None:
+    """Say what a page shows, where it shows one thing after another: when it turns to another, it starts at its top.
+
+    ``filled``: how often its lab was filled in from its text; where that rises, the lab is brought into view.
+    """
+    _page(data={"place": place, "filled": filled}, key="page", height=0)
 
 
 def link(page_id: str, label: str, *, icon: str | None = None, **query: str) -> None:

@@ -3,6 +3,7 @@
 
 let shown = null
 let pointed = 0
+let filled = 0
 
 addEventListener("pointerdown", () => (pointed = performance.now()), true)
 addEventListener("change", ({ target }) => {
@@ -14,4 +15,7 @@ export default function ({ data }) {
     document.querySelector('[data-testid="stMain"]')?.scrollTo({ top: 0 })
   }
   shown = data.place
+  // a lab that was filled in from the text may be far above or below it
+  if (data.filled > filled) document.querySelector(".st-key-bench")?.scrollIntoView({ behavior: "smooth" })
+  filled = data.filled
 }

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from content.loader import load_deck
 from engine.base import Result
 from tests.ui.test_pages import opened
 from ui import bench, engine, state, text
@@ -143,3 +144,28 @@ def test_a_number_can_be_stepped_both_ways(experiment):
 
 def text_of(name: str) -> str:
     return bench.text.deck().strings.ui[name].en
+
+
+def _controls_of_all_labs() -> None:
+    from content.loader import load_deck
+    from engine import registry
+    from ui import cards, widgets
+
+    for card in load_deck().cards.values():
+        for lab in card.labs:
+            experiment = registry.get(lab.experiment)
+            widgets.params_controls(experiment, lab.controls, cards._opening(lab), f"{card.id}/{lab.id}")
+
+
+def test_the_controls_of_every_lab_are_those_of_its_experiment():
+    """A card may open a fraction at 1: that is no whole number."""
+    app = AppTest.from_function(_controls_of_all_labs, default_timeout=120).run()
+    assert not app.exception
+    numbers = {slider.key: slider.value for slider in (*app.slider, *app.number_input)}
+    assert len(numbers) > 100
+    for card in load_deck().cards.values():
+        for lab in card.labs:
+            defaults = bench.registry.get(lab.experiment).Params.defaults()
+            for name in lab.controls:
+                value = numbers.get(state.control_key(f"{card.id}/{lab.id}", name))
+                assert value is None or type(value) is type(defaults[name])

@@ -20,6 +20,7 @@ WORDS = charts._Words(
     x_is_text=False,
     x_is_whole=False,
     x_is_long=False,
+    x_places=(),
     single=False,
     signed=False,
     colour="#000000",
@@ -83,6 +84,43 @@ def test_there_is_no_tick_between_two_layers(x, step):
     plot = Plot("p", table="t", x="x", y="y")
     words = charts._prepare(plot, {"x": x, "y": np.zeros(3)})[1]
     assert charts.spec(plot, words)["encoding"]["x"]["axis"].get("tickMinStep") == step
+
+
+def test_few_rates_are_the_ticks_of_their_axis():
+    plot = Plot("p", table="t", x="x", y="y", x_scale="log2")
+    rates = np.array([0.003, 0.012, 0.048])
+    words = charts._prepare(plot, {"x": np.repeat(rates, 2), "y": np.zeros(6)})[1]
+    assert charts.spec(plot, words)["encoding"]["x"]["axis"]["values"] == rates.tolist()
+    many = charts._prepare(plot, {"x": 2.0 ** np.arange(9), "y": np.zeros(9)})[1]
+    assert "values" not in charts.spec(plot, many)["encoding"]["x"]["axis"]
+
+
+def test_a_heat_map_for_each_facet():
+    plot = Plot("p", table="t", x="x", y="y", value="v", mark="heat", facet="f")
+    words = dataclasses.replace(WORDS, facets=("attention", "ffn"))
+    made = charts.spec(plot, words)
+    assert made["facet"]["field"] == "f"
+    assert made["spec"]["mark"]["type"] == "rect"
+
+
+@pytest.mark.parametrize(
+    "title", ["loss without the table, given one row (nats)", "删去之后的损失，按层数、按方案分别给出（nats）", "loss"]
+)
+def test_a_long_title_stands_in_lines_and_loses_nothing(title):
+    lines = charts._lines(title)
+    assert all(charts._width(line) <= charts.TITLE for line in lines)
+    assert "".join(lines).replace(" ", "") == title.replace(" ", "")
+
+
+def test_a_legend_of_many_rows_takes_no_room_from_the_plot():
+    plot = Plot("p", table="t", x="x", y="y", by="s")
+    heights = [
+        charts.spec(plot, dataclasses.replace(WORDS, series=tuple(f"a long name of a series {i}" for i in range(n))))[
+            "height"
+        ]
+        for n in (2, 6)
+    ]
+    assert heights[1] - heights[0] == 4 * charts.LEGEND_ROW
 
 
 def test_no_name_below_a_chart_is_left_out():

@@ -44,8 +44,17 @@ DTYPE_MATTERS: dict[str, dict[str, str]] = {
         "eager_bytes": "a number of float64 has twice the bytes",
         "intensity_flop_per_byte": "operations for each byte: half as many",
         "eager_intensity_flop_per_byte": "operations for each byte: half as many",
-    }
+    },
+    "depth_signal": {
+        "gradient_kept_skip_stack": "the bare path multiplies gradients by 4,500, through rows that are nearly one-hot",
+    },
 }
+
+
+def chunk_s(experiment: Experiment) -> float:
+    """A processor without instructions for bfloat16 multiplies its matrices at a twentieth of the speed of float32."""
+    return CHUNK_S * (4 if "bfloat16" in experiment.path.read_text("utf-8") else 1)
+
 
 # Measured once and then kept for as long as the process lives.
 ONCE_A_PROCESS = {"copy_bytes_per_s", "matmul_flop_per_s", "ridge_flop_per_byte", "least_time_s"}
@@ -400,7 +409,7 @@ def test_a_bound_is_refused_or_runs_within_limits(name, field_name, value):
         results.append(experiment.run(params, make_run(3, on_progress=watch.report, check_stop=watch.check_stop)))
     watch.report(1.0, None)
     assert results or experiment.trains, f"more than {CAP_S} CPU seconds"  # only a training run has a deadline
-    assert watch.longest < CHUNK_S
+    assert watch.longest < chunk_s(experiment)
     assert watch.fractions == sorted(watch.fractions)
     assert 0 <= watch.fractions[0] <= watch.fractions[-1] <= 1
     if watch.last - watch.start < 2:  # recorded, a run takes several times as long
@@ -449,7 +458,7 @@ def test_the_estimate_holds_where_several_bounds_meet(name):
         with contextlib.suppress(Stopped):
             experiment.run(params, make_run(3, dtype=dtype, on_progress=watch.report, check_stop=watch.check_stop))
         watch.report(1.0, None)
-        assert watch.longest < CHUNK_S, values
+        assert watch.longest < chunk_s(experiment), values
         if watch.last - watch.start < 1:
             needed = peak_bytes(lambda p=params, d=dtype: experiment.run(p, make_run(3, dtype=d)))
             assert needed <= factor * experiment.memory_bytes(params) + 2**19, (values, dtype)

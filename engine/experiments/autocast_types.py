@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     import torch
 
+MAX_WORK = 2**25  # batch · seq_len · d_model²: 0.1 s a regime, 2 s where bfloat16 is multiplied without instructions
 REGIMES = ("autocast", "cast_weights", "float32")
 PARTS = ("kept_attention", "kept_ffn", "kept_norms", "kept_loss", "kept_cast_weights")
 
@@ -48,6 +49,10 @@ class Params(BaseParams):
     def rules(self) -> Iterator[Problem]:
         if self.d_model % self.n_heads:
             yield Problem("rule", "n_heads", self.n_heads, rule="heads_divide_width", values={"d_model": self.d_model})
+        work = self.batch * self.seq_len * self.d_model**2
+        if work > MAX_WORK:
+            values = {"product": work, "limit": MAX_WORK}
+            yield Problem("rule", "d_model", self.d_model, rule="autocast_too_large", values=values)
 
 
 METRICS = (

@@ -223,7 +223,7 @@ def _result(
     latest = next(reversed(losses.values()))
     metrics = {"floor_nats": floor}
     metrics |= {f"data_prefix_loss_nats_{name}": float(loss) for name, loss in zip(NAMES, latest, strict=True)}
-    metrics |= {f"rule_kept_{name}": share for name, share in kept.items()}
+    metrics |= {f"rule_kept_{name}": kept[name] for name in ("in_data", *NAMES) if kept}
     metrics["dependent_passes_per_step"] = float(passes)
     steps = np.array(list(losses))
     curves: Table = {

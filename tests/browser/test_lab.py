@@ -270,6 +270,8 @@ def test_a_median_over_seeds_is_not_pinned_as_one_run(app, open_reader):
 def test_a_link_with_values_that_do_not_exist_says_which(app, open_reader):
     visit = open_reader(app)
     open_lab(visit, d_k="many", seed="-1", pin="d_k=0&seed=1", sweep="no_such", metric="none", seeds="x")
-    visit.page.get_by_text(re.compile("The link names values.*d_k.*seed, sweep, metric, seeds")).wait_for()
+    visit.page.get_by_text(
+        re.compile("The link asks for.*d_k=many.*1 … .*seed=-1.*sweep=no_such.*metric=none.*seeds=x")
+    ).wait_for()
     assert series(visit) == []
     assert_clean(visit)

@@ -35,7 +35,7 @@ UNITS = {"1", "nats", "bytes", "s", "flop", "flop/byte", "flop/s", "bytes/s", "%
 # halves its share of cache and execution units, and on a core half as fast without its vector instructions.
 BUDGET_FACTOR = 10
 CAP_S = 5.0  # CPU seconds that a run at a bound may take
-CHUNK_S = 0.2 * 5  # CPU seconds between two reports of progress; the factor is the one above without its worst case
+CHUNK_S = 0.2 * BUDGET_FACTOR  # CPU seconds between two reports of progress
 
 # Metrics that float32 and float64 need not agree on, each with the reason.
 DTYPE_MATTERS: dict[str, dict[str, str]] = {

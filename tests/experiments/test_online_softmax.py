@@ -96,7 +96,8 @@ def test_a_right_version_errs_as_little_as_whole_rows(works_in):
     found = metrics(works_in=works_in, tile_len=128)
     roundings = {"float64": 2**-53, "float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11}[works_in]
     assert found["output_error"] < 30 * roundings  # a state that is rounded 8 times, relative to a smaller mean
-    assert found["output_error"] < 10 * max(found["whole_row_error"], roundings)
+    # eight rescalings of two roundings each, where whole rows may happen to be exact to one
+    assert found["output_error"] < 16 * max(found["whole_row_error"], roundings)
 
 
 def test_a_maximum_in_the_first_tile_hides_a_missing_rescale():

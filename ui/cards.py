@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import streamlit as st
@@ -344,9 +345,7 @@ def _slot(card: Card, lab: str) -> str:
 def _set_lab(card: Card, lab: str, params: dict[str, object]) -> None:
     """Bring a lab to the front with a follow-up's parameters filled in."""
     state.set_value(f"lab-{card.id}", lab)
-    declared = registry.get(card.lab(lab).experiment).Params
-    start = declared.defaults() | dict(card.lab(lab).params)
-    state.set_controls(_slot(card, lab), start | params)
+    state.set_controls(_slot(card, lab), _opening(card.lab(lab), params))
     state.set_value(_FILLED, (state.value_of(_FILLED) or 0) + 1)
     st.toast(t("lab_is_set"), icon=":material/science:")
 
@@ -394,8 +393,9 @@ def lab_titles(card: Card) -> dict[str, str]:
     return titles
 
 
-def _opening(lab: Lab) -> dict[str, Any]:
-    return registry.get(lab.experiment).Params.defaults() | dict(lab.params)
+def _opening(lab: Lab, also: Mapping[str, object] = MappingProxyType({})) -> dict[str, Any]:
+    """All parameters that a lab opens with, ``also`` those of a follow-up; a fraction that the card calls 1 is 1.0."""
+    return registry.get(lab.experiment).Params.from_mapping({**lab.params, **also}).as_dict()
 
 
 # -- receipts ---------------------------------------------------------------------------------------------------------

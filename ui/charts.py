@@ -48,7 +48,7 @@ class _Words:
     x_is_text: bool
     x_is_whole: bool  # no tick between 1 and 2
     x_is_long: bool  # of text: its names do not fit beside each other on a phone
-    x_places: tuple[float, ...]  # where they are few
+    x_places: tuple[float, ...]  # of a logarithmic axis, where they are few
     single: bool  # one place on the x axis only
     signed: bool  # of a heat map: values on both sides of 0
     colour: str
@@ -98,7 +98,7 @@ def _prepare(plot: Plot, table: Table) -> tuple[pd.DataFrame, _Words]:
         by_is_number=bool(plot.by) and frame[plot.by].dtype.kind in "iuf",
         x_is_text=x_is_text,
         x_is_whole=frame[plot.x].dtype.kind in "iu",
-        x_places=_few_places(frame[plot.x]) if not x_is_text else (),
+        x_places=_few_places(frame[plot.x]) if not x_is_text and plot.x_scale != "linear" else (),
         x_is_long=x_is_text and sum(_width(name) + 2 for name in frame[plot.x].unique()) > FITS,
         single=frame[plot.x].nunique() == 1,
         signed=_is_signed(plot, table),
@@ -167,7 +167,7 @@ def spec(plot: Plot, words: _Words) -> dict[str, Any]:
         axis = _axis(plot.x_scale)
         if words.x_is_whole and plot.x_scale == "linear":
             axis.tickMinStep = 1
-        if plot.x_scale != "linear" and words.x_places:
+        if words.x_places:
             axis = alt.Axis(values=list(words.x_places), format=",.4~g", grid=True)
         x = alt.X(plot.x, type="quantitative", title=words.x, scale=scale, axis=axis)
     y = alt.Y(

@@ -17,5 +17,5 @@ export default function ({ data }) {
   shown = data.place
   // a lab that was filled in from the text may be far above or below it
   if (data.filled > filled) document.querySelector(".st-key-bench")?.scrollIntoView({ behavior: "smooth" })
-  filled = data.filled
+  filled = Math.max(filled, data.filled)
 }

@@ -69,15 +69,13 @@ def params_controls(
 
     ``unread``: those that the other settings leave without effect; they are shown and can't be moved.
     """
-    specs, defaults = experiment.Params.specs(), experiment.Params.defaults()
+    specs = experiment.Params.specs()
     shown = [n for n in names if n in specs]
     sizes = [n for n in shown if isinstance(specs[n], NumberSpec)]
     for row in range(0, len(sizes), 2):
         for column, field in zip(st.columns(2), sizes[row : row + 2], strict=False):
             with column:
-                # a card may say 1 of a parameter that is a fraction
-                at_first = type(defaults[field])(start[field])
-                _number(slot, field, specs[field], at_first, on_change, field in unread)
+                _number(slot, field, specs[field], start[field], on_change, field in unread)
     for field in shown:
         spec, off = specs[field], field in unread
         if isinstance(spec, ChoiceSpec):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     import torch
 
-MAX_WORK = 2**25  # batch · seq_len · d_model²: 0.1 s a regime, 2 s where bfloat16 is multiplied without instructions
+MAX_WORK = 2**23  # batch · seq_len · d_model²: 0.5 s a regime where bfloat16 is multiplied without instructions
 REGIMES = ("autocast", "cast_weights", "float32")
 PARTS = ("kept_attention", "kept_ffn", "kept_norms", "kept_loss", "kept_cast_weights")
 

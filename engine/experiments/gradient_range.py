@@ -16,13 +16,14 @@ Source: pytorch-amp, section "Gradient Scaling".
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine import inputs, language_model
-from engine.base import BaseParams, Metric, Plot, Result, Run, Table, choice, number
+from engine.base import BaseParams, Metric, Plot, Problem, Result, Run, Table, choice, number
 from engine.language_model import FILES as FILES  # a run reads the model's weights
 
 if TYPE_CHECKING:
@@ -35,8 +36,13 @@ class Params(BaseParams):
     loss_scale_log2: int = number(0, low=0, high=40)
     averaged_tokens: int = number(4096, low=64, high=2**24, log2=True)
     source: str = choice("stories", "repeats")
-    n_texts: int = number(1, low=1, high=16, log2=True)
+    n_texts: int = number(1, low=1, high=8, log2=True)
     seq_len: int = number(32, low=8, high=128, log2=True)
+
+    def rules(self) -> Iterator[Problem]:
+        if (tokens := self.n_texts * self.seq_len) > MOST_TOKENS:
+            values = {"tokens": tokens, "limit": MOST_TOKENS}
+            yield Problem("rule", "seq_len", self.seq_len, rule="too_many_tokens_backward", values=values)
 
 
 METRICS = (
@@ -53,6 +59,7 @@ PLOTS = (
     Plot("by_scale", table="by_scale", x="loss_scale", y="outside_share", by="lost_or_infinite", x_scale="log10"),
 )
 BUDGET_S = 0.02
+MOST_TOKENS = 512  # 0.7 s backward where bfloat16 is multiplied without instructions
 
 ACTIVATIONS = ("token_logits", "attention_logits", "attention_values")
 LOSS_SCALES = range(0, 41, 4)

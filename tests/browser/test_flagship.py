@@ -164,6 +164,18 @@ def test_a_follow_up_fills_the_lab(app, open_reader):
     assert_clean(visit)
 
 
+def test_a_lab_that_is_filled_in_comes_into_view(app, open_reader):
+    visit = open_reader(app, width=390)
+    open_card(visit, section="follow-ups")
+    engine_ready(visit)
+    visit.act(lambda: visit.page.locator("summary").filter(has_text="?").first.click())
+    top = "document.querySelector('.st-key-bench').getBoundingClientRect().top"
+    assert visit.page.evaluate(top) > 844  # below the window
+    visit.act(lambda: visit.page.get_by_role("button", name="Open in the lab").first.click())
+    visit.page.wait_for_function(f"Math.abs({top}) < 200")
+    assert_clean(visit)
+
+
 def test_think_first_hides_every_answer(app, open_reader):
     visit = open_reader(app)
     open_card(visit)

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench import bare
 from content.schema import LANGUAGES, Strings
 from engine import registry
-from engine.base import ChoiceSpec, FlagSpec, NumberSpec, ParamsError, Result, Stopped, TextSpec, make_run
+from engine.base import BaseParams, ChoiceSpec, FlagSpec, NumberSpec, ParamsError, Result, Stopped, TextSpec, make_run
 from engine.registry import Experiment
 
 ROOT = Path(registry.__file__).parents[1]
@@ -35,7 +35,7 @@ UNITS = {"1", "nats", "bytes", "s", "flop", "flop/byte", "flop/s", "bytes/s", "%
 # halves its share of cache and execution units, and on a core half as fast without its vector instructions.
 BUDGET_FACTOR = 10
 CAP_S = 5.0  # CPU seconds that a run at a bound may take
-CHUNK_S = 0.2 * BUDGET_FACTOR  # CPU seconds between two reports of progress
+CHUNK_S = 0.2 * 5  # CPU seconds between two reports of progress; the factor is the one above without its worst case
 
 # Metrics that float32 and float64 need not agree on, each with the reason.
 DTYPE_MATTERS: dict[str, dict[str, str]] = {
@@ -45,15 +45,13 @@ DTYPE_MATTERS: dict[str, dict[str, str]] = {
         "intensity_flop_per_byte": "operations for each byte: half as many",
         "eager_intensity_flop_per_byte": "operations for each byte: half as many",
     },
-    "depth_signal": {
-        "gradient_kept_skip_stack": "the bare path multiplies gradients by 4,500, through rows that are nearly one-hot",
-    },
 }
 
-
-def chunk_s(experiment: Experiment) -> float:
-    """A processor without instructions for bfloat16 multiplies its matrices at a twentieth of the speed of float32."""
-    return CHUNK_S * (4 if "bfloat16" in experiment.path.read_text("utf-8") else 1)
+# How many times the usual tolerance float32 may be off, with the reason.
+AMPLIFIED = {
+    # the bare path multiplies gradients by 4,500, through rows that are nearly one-hot: so it does their rounding
+    ("depth_signal", "gradient_kept_skip_stack"): 4,
+}
 
 
 # Measured once and then kept for as long as the process lives.
@@ -235,7 +233,8 @@ def test_float32_is_near_float64(name):
     for metric in sorted(set(single) - measured - set(DTYPE_MATTERS.get(name, {}))):
         # float32 keeps seven digits; sums over some thousand terms, exp of logits near 100 and a few optimizer steps
         # cost up to four of them, and a row on a threshold may fall on either side
-        near = pytest.approx(double[metric], rel=2e-3, abs=2e-3 if metric.endswith("_share") else 1e-5)
+        rel = 2e-3 * AMPLIFIED.get((name, metric), 1)
+        near = pytest.approx(double[metric], rel=rel, abs=2e-3 if metric.endswith("_share") else 1e-5)
         assert single[metric] == near, metric
 
 
@@ -260,6 +259,19 @@ class Watch:
     def check_stop(self) -> None:
         if time.process_time() - self.start > CAP_S:
             raise Stopped("deadline")
+
+
+def longest(experiment: Experiment, params: BaseParams, dtype: str, watch: Watch) -> float:
+    """The longest CPU time between two reports, the least of three runs: what else the machine does only adds to it."""
+    found = watch.longest
+    for _ in range(2):
+        if found >= CHUNK_S:
+            again = Watch()
+            with contextlib.suppress(Stopped):
+                experiment.run(params, make_run(3, dtype=dtype, on_progress=again.report, check_stop=again.check_stop))
+            again.report(1.0, None)
+            found = min(found, again.longest)
+    return found
 
 
 @functools.cache
@@ -409,7 +421,7 @@ def test_a_bound_is_refused_or_runs_within_limits(name, field_name, value):
         results.append(experiment.run(params, make_run(3, on_progress=watch.report, check_stop=watch.check_stop)))
     watch.report(1.0, None)
     assert results or experiment.trains, f"more than {CAP_S} CPU seconds"  # only a training run has a deadline
-    assert watch.longest < chunk_s(experiment)
+    assert longest(experiment, params, "float32", watch) < CHUNK_S
     assert watch.fractions == sorted(watch.fractions)
     assert 0 <= watch.fractions[0] <= watch.fractions[-1] <= 1
     if watch.last - watch.start < 2:  # recorded, a run takes several times as long
@@ -458,7 +470,7 @@ def test_the_estimate_holds_where_several_bounds_meet(name):
         with contextlib.suppress(Stopped):
             experiment.run(params, make_run(3, dtype=dtype, on_progress=watch.report, check_stop=watch.check_stop))
         watch.report(1.0, None)
-        assert watch.longest < chunk_s(experiment), values
+        assert longest(experiment, params, dtype, watch) < CHUNK_S, values
         if watch.last - watch.start < 1:
             needed = peak_bytes(lambda p=params, d=dtype: experiment.run(p, make_run(3, dtype=d)))
             assert needed <= factor * experiment.memory_bytes(params) + 2**19, (values, dtype)

@@ -9,7 +9,7 @@ from streamlit.testing.v1 import AppTest
 from content.loader import load_deck
 from engine.base import Result
 from tests.ui.test_pages import opened
-from ui import bench, engine, state, text
+from ui import bench, cards, engine, state, text
 
 LONG = {"experiment": "skip_training", "n_layers": "8", "steps": "600", "n_seeds": "1"}  # some 20 s: it is stopped
 
@@ -55,17 +55,6 @@ def test_a_refused_setting_does_not_hide_the_run_that_goes_on():
         slider.set_value(value).run()
     assert app.error
     stopped(app)
-
-
-def test_a_prediction_is_compared_with_a_whole_run_alone():
-    app = opened("lab", "en", **LONG)
-    button(app, "Predict, then run").click().run()
-    (box,) = [n for n in app.number_input if n.label == text_of("your_prediction")]
-    box.set_value(0.5).run()
-    button(app, "Commit and run").click().run()
-    assert "You said" not in said(app)
-    stopped(app)
-    assert "measured" not in said(app).split("You said 0.5", 1)[-1].split("\n")[0]
 
 
 def test_a_prediction_waits_for_a_whole_run_and_is_kept_once(monkeypatch):
@@ -155,6 +144,14 @@ def _controls_of_all_labs() -> None:
         for lab in card.labs:
             experiment = registry.get(lab.experiment)
             widgets.params_controls(experiment, lab.controls, cards._opening(lab), f"{card.id}/{lab.id}")
+
+
+def test_a_follow_up_fills_in_what_the_controls_take():
+    for card in load_deck().cards.values():
+        for lab in (f.lab for f in card.follow_ups if f.lab):
+            opening = cards._opening(card.lab(lab.use), lab.params)
+            defaults = bench.registry.get(card.lab(lab.use).experiment).Params.defaults()
+            assert {name: type(value) for name, value in opening.items()} == {n: type(v) for n, v in defaults.items()}
 
 
 def test_the_controls_of_every_lab_are_those_of_its_experiment():

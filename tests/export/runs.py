@@ -35,8 +35,10 @@ def other_params(name: str) -> dict[str, object]:
     """As many parameters off their defaults as the rules allow together; few steps of training."""
     experiment = registry.get(name)
     specs, defaults = experiment.Params.specs(), experiment.Params.defaults()
-    params: dict[str, object] = {"steps": 10} if experiment.trains and "steps" in specs else {}
-    for field in set(specs) - set(params):
+    params: dict[str, object] = {}
+    if experiment.trains and "steps" in specs:
+        params["steps"] = max(5, int(specs["steps"].low))
+    for field in [field for field in specs if field not in params]:  # in their order: some exclude others
         with contextlib.suppress(ParamsError):
             tried = params | {field: other(specs[field], defaults[field])}
             experiment.Params.from_mapping(tried)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,20 +19,29 @@ from engine.base import data_file
 from engine.runner import RunSpec, run_spec
 from export.notebook import notebook
 from export.script import flat_run, script
-from tests.export.runs import WORDS, code_cells, expected, other_params
+from tests.export.runs import WORDS, code_cells, expected, metric_lines, other_params
 
 NAMES = registry.names()
 NOTEBOOK_WORDS = WORDS | {"formula": "x^2"}
 ROOMS = ("app", "pages", "ui", "study", "export", "tools", "claims", "content", "engine", "bench", "tests")
 ABSENT = ("streamlit", "pandas", "yaml", "altair", "pydantic", "nbformat", "matplotlib")
 
-# Runs files one after the other, each as if it were started; what the project is and uses can't be imported.
+# Runs files as if each were started, and tells what they print: importing torch takes longer than most of them. What
+# the project is and uses can't be imported. A line of paths is answered by a line of outputs, or by what went wrong.
 DRIVER = f"""
-import runpy, sys
+import contextlib, io, json, os, runpy, sys, traceback
 sys.modules.update(dict.fromkeys({ROOMS + ABSENT}))
-for path in sys.argv[1:]:
-    print("##", path)
-    runpy.run_path(path, run_name="__main__")
+for line in sys.stdin:
+    try:
+        answer = []
+        for path in json.loads(line):
+            os.chdir(os.path.dirname(path))
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                runpy.run_path(path, run_name="__main__")
+            answer.append(printed.getvalue())
+    except BaseException:
+        answer = traceback.format_exc()
+    print(json.dumps(answer), flush=True)
 """
 
 
@@ -40,17 +52,42 @@ def exported(name: str) -> dict[str, str]:
     return {"script.py": script(spec, **WORDS), "notebook.py": "\n\n".join(cells) + "\n"}
 
 
-def printed(folder: Path, *arguments: str) -> str:
-    """What an isolated Python prints in a folder; it may use as many threads as there are cores."""
+def isolated(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """A Python by itself; it may use as many threads as there are cores."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     command = [sys.executable, "-I", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, **options)
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Callable[[list[Path]], list[str]]]:
+    """``driver(paths)`` is what each file prints."""
+    with isolated("-c", DRIVER, stdin=subprocess.PIPE) as process:
+        assert process.stdin
+        assert process.stdout
+
+        def answer(paths: list[Path]) -> list[str]:
+            print(json.dumps([str(path) for path in paths]), file=process.stdin, flush=True)
+            told = json.loads(process.stdout.readline())
+            assert isinstance(told, list), told
+            return told
+
+        yield answer
+        process.stdin.close()
+
+
+def test_the_driver_starts_each_file_anew_and_tells_what_went_wrong(driver, tmp_path):
+    (tmp_path / "one.py").write_text("x = 1\nprint(__name__, 'x' in dir())", "utf-8")
+    (tmp_path / "two.py").write_text("print('x' in dir())", "utf-8")
+    (tmp_path / "three.py").write_text("import yaml", "utf-8")
+    assert driver([tmp_path / "one.py", tmp_path / "two.py"]) == ["__main__ True\n", "False\n"]
+    with pytest.raises(AssertionError, match="import of yaml halted"):
+        driver([tmp_path / "three.py"])
+    assert driver([tmp_path / "two.py"]) == ["False\n"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_export_prints_what_the_app_measures(name, tmp_path):
+def test_an_export_prints_what_the_app_measures(name, tmp_path, driver):
     params = other_params(name)
     assert sum(params[p] != d for p, d in registry.get(name).Params.defaults().items() if p in params) >= 2
     first = RunSpec(name, params, seed=5)
@@ -64,16 +101,17 @@ def test_an_export_prints_what_the_app_measures(name, tmp_path):
     (tmp_path / "first.py").write_text(text, "utf-8")
     (tmp_path / "second.py").write_text(text.replace("\nSEED = 5\n", "\nSEED = 6\n"), "utf-8")
     (tmp_path / "third.py").write_text("\n\n".join(code_cells(notebook(third, **NOTEBOOK_WORDS))), "utf-8")
-    _, *outputs = printed(tmp_path, "-c", DRIVER, "first.py", "second.py", "third.py").split("## ")
-    lines = [output.splitlines()[2:] for output in outputs]  # behind the file's name and the run's
+    outputs = driver([tmp_path / file for file in ("first.py", "second.py", "third.py")])
+    lines = [output.splitlines()[1:] for output in outputs]  # behind the run's own
     assert settled(name, lines[0]) == settled(name, expected(first))
     assert settled(name, lines[1]) == settled(name, expected(second))
-    n_metrics = len(expected(third))
-    assert settled(name, lines[2][:n_metrics]) == settled(name, expected(third))
+    result = run_spec(third)
+    wanted = metric_lines(name, result)
+    metrics, (header, *printed_rows) = lines[2][: len(wanted)], lines[2][len(wanted) :]
+    assert settled(name, metrics) == settled(name, wanted)
     plot = registry.get(name).plots[0]
-    table = run_spec(third).tables[plot.table]  # without matplotlib the numbers behind the chart are printed
+    table = result.tables[plot.table]  # without matplotlib the numbers behind the chart are printed
     rows = ["\t".join(map(str, row)) for row in zip(*table.values(), strict=True)]
-    header, *printed_rows = lines[2][n_metrics:]
     assert header == "\t".join(table)
     assert len(printed_rows) == len(rows)
     if not plot.measured:
@@ -90,7 +128,9 @@ def test_a_bare_python_runs_the_script(tmp_path):
     # no machine has a hundredth GPU: the run falls back to the CPU, and says so
     spec = RunSpec("qk_variance", {"d_k": 16, "n_pairs": 512}, seed=3, device="cuda:99")
     (tmp_path / "script.py").write_text(script(spec, **WORDS), "utf-8")
-    run, *metrics = printed(tmp_path, "script.py").splitlines()
+    with isolated("script.py", cwd=tmp_path) as process:
+        run, *metrics = process.communicate()[0].splitlines()
+    assert process.returncode == 0
     assert run.startswith("# seed 3, cpu, float32, torch 2.")
     assert metrics == expected(RunSpec("qk_variance", {"d_k": 16, "n_pairs": 512}, seed=3))
     assert os.listdir(tmp_path) == ["script.py"]

@@ -175,11 +175,11 @@ def test_a_lab_that_is_filled_in_comes_into_view(app, open_reader):
     visit.act(lambda: visit.page.get_by_role("button", name="Open in the lab").first.click())
     visit.page.wait_for_function(f"Math.abs({top}) < 200")
 
-    # and once only: a page without a lab lies between, and coming back fills in nothing
-    claims = visit.page.get_by_test_id("stSidebar").get_by_role("link", name="Claims", include_hidden=True)
-    visit.act(lambda: claims.evaluate("link => link.click()"))
-    assert "/claims" in visit.page.url
-    visit.act(visit.page.go_back)
+    # and once only: a question without a lab lies between, and the card that it leads to fills in nothing
+    quiz = visit.page.get_by_test_id("stSidebar").get_by_role("link", name="Quiz", include_hidden=True)
+    visit.act(lambda: quiz.evaluate("link => link.click()"))
+    visit.act(lambda: visit.page.get_by_role("link", name="New card").click())
+    visit.page.locator(".st-key-bench").wait_for()
     visit.page.wait_for_timeout(1500)  # a smooth scroll would be under way
     assert visit.page.evaluate(top) > 844
     assert_clean(visit)

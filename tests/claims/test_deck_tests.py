@@ -8,7 +8,7 @@ from tests.claims import DECK
 from tests.claims.pretended import claim, install
 
 
-@pytest.mark.parametrize(("trains", "n_seeds"), [(False, test_claims.N_SEEDS), (True, 3)])  # 3: those of the claim
+@pytest.mark.parametrize(("trains", "n_seeds"), [(False, test_claims.N_SEEDS), (True, test_claims.N_SEEDS_TRAINING)])
 def test_all_failing_seeds_are_named(monkeypatch, trains, n_seeds):
     calls = install(monkeypatch, lambda params, seed: {"value": float(seed), "second": 0.0}, trains=trains)
     with pytest.raises(AssertionError) as caught:

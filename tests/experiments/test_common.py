@@ -36,6 +36,7 @@ UNITS = {"1", "nats", "bytes", "s", "flop", "flop/byte", "flop/s", "bytes/s", "%
 BUDGET_FACTOR = 10
 CAP_S = 5.0 * 2  # CPU seconds that a run at a bound may take: five on the reference machine, twice that on a slow one
 TRAINING_S = 2.0  # CPU seconds after which a training is stopped: it has reported many of its steps by then
+RECORDED_S = 3.0  # CPU seconds after which a run whose memory is recorded is stopped: recorded, it takes longer
 CHUNK_S = 0.2 * BUDGET_FACTOR  # CPU seconds between two reports of progress
 
 # Metrics that float32 and float64 need not agree on, each with the reason.
@@ -263,19 +264,6 @@ class Watch:
             raise Stopped("deadline")
 
 
-def longest(experiment: Experiment, params: BaseParams, dtype: str, watch: Watch) -> float:
-    """The longest CPU time between two reports, the least of three runs: what else the machine does only adds to it."""
-    found = watch.longest
-    for _ in range(2):
-        if found >= CHUNK_S:
-            again = Watch(watch.cap_s)
-            with contextlib.suppress(Stopped):
-                experiment.run(params, make_run(3, dtype=dtype, on_progress=again.report, check_stop=again.check_stop))
-            again.report(1.0, None)
-            found = min(found, again.longest)
-    return found
-
-
 @functools.cache
 def _load_profiler() -> None:
     """Its first use imports modules, whose objects tracemalloc would count."""
@@ -310,6 +298,40 @@ def test_peak_bytes_sees_torch_and_numpy():
 
     # 8 MB of torch at once, 8 MB of numpy; some of Python's own
     assert 16e6 <= peak_bytes(work) < 17e6
+
+
+def attempt(experiment: Experiment, params: BaseParams, dtype: str, cap_s: float) -> tuple[Watch, Result | None]:
+    """A run that is stopped after so many CPU seconds. There is no result where it was."""
+    watch, result = Watch(cap_s), None
+    with contextlib.suppress(Stopped):
+        run = make_run(3, dtype=dtype, on_progress=watch.report, check_stop=watch.check_stop)
+        result = experiment.run(params, run)
+    watch.report(1.0, None)
+    return watch, result
+
+
+def within_limits(
+    experiment: Experiment, params: BaseParams, dtype: str = "float32"
+) -> tuple[Result | None, int, bool]:
+    """What a run gives, the most bytes that it held, and whether it was recorded to its end; its times are checked.
+
+    Recording only adds to the time: a run that keeps the limits nevertheless is not made again. Of the others the best
+    of three counts, for what else the machine does adds to it too.
+    """
+    recorded: list[tuple[Watch, Result | None]] = []
+    needed = peak_bytes(lambda: recorded.append(attempt(experiment, params, dtype, RECORDED_S)))
+    (watch, result), whole = recorded[0], recorded[0][1] is not None
+    for _ in range(3):
+        if result is not None and watch.longest < CHUNK_S:
+            break
+        watch, result = attempt(experiment, params, dtype, TRAINING_S if experiment.trains else CAP_S)
+        if experiment.trains and watch.longest < CHUNK_S:
+            break  # only a training has a deadline
+    assert watch.longest < CHUNK_S, f"{watch.longest} CPU seconds between two reports"
+    assert result is not None or experiment.trains, f"more than {CAP_S} CPU seconds"
+    assert watch.fractions == sorted(watch.fractions)
+    assert 0 <= watch.fractions[0] <= watch.fractions[-1] <= 1
+    return result, needed, whole
 
 
 def bounds(name: str) -> Iterator[tuple[str, object]]:
@@ -437,31 +459,22 @@ def test_a_bound_is_refused_or_runs_within_limits(name, changed):
     assert all(p.kind == "rule" for p in refused)  # a bound is in range: only a rule may refuse it
     if params is None:
         return
-    watch, results = Watch(TRAINING_S if experiment.trains else CAP_S), []
-    with contextlib.suppress(Stopped):
-        results.append(experiment.run(params, make_run(3, on_progress=watch.report, check_stop=watch.check_stop)))
-    watch.report(1.0, None)
-    assert results or experiment.trains, f"more than {CAP_S} CPU seconds"  # only a training run has a deadline
-    assert longest(experiment, params, "float32", watch) < CHUNK_S
-    assert watch.fractions == sorted(watch.fractions)
-    assert 0 <= watch.fractions[0] <= watch.fractions[-1] <= 1
-    if watch.last - watch.start < 2:  # recorded, a run takes several times as long
-        needed = peak_bytes(lambda: experiment.run(params, make_run(3)))
-        estimate = experiment.memory_bytes(params)
-        assert type(estimate) is int
-        if estimate > 20 * needed + 2**24:  # on a busy machine the profiler may lose its records: once more
-            needed = max(needed, peak_bytes(lambda: experiment.run(params, make_run(3))))
-        overhead = 2**19  # Python's own objects, among them those of the profiler
-        assert needed <= estimate + overhead
-        assert estimate <= 20 * needed + 2**24  # an estimate far above refuses runs that would fit
-    for result in results:
+    result, needed, whole = within_limits(experiment, params)
+    estimate = experiment.memory_bytes(params)
+    assert type(estimate) is int
+    if whole and estimate > 20 * needed + 2**24:  # on a busy machine the profiler may lose its records: once more
+        needed = max(needed, peak_bytes(lambda: experiment.run(params, make_run(3))))
+    overhead = 2**19  # Python's own objects, among them those of the profiler
+    assert needed <= estimate + overhead
+    assert not whole or estimate <= 20 * needed + 2**24  # an estimate far above refuses runs that would fit
+    if result is not None:
         assert all(math.isfinite(v) for v in result.metrics.values()), result.metrics
         for table in result.tables.values():
             for column in table.values():
                 assert column.dtype.kind != "f" or np.isfinite(column).all()
 
 
-def corners(name: str, wanted: int = 6) -> list[dict[str, object]]:
+def corners(name: str, wanted: int = 4) -> list[dict[str, object]]:
     """Parameters with every field at an end of its range, drawn until that many are accepted by the rules."""
     experiment, draw = registry.get(name), np.random.default_rng(7)
     ends: dict[str, list[object]] = {}
@@ -487,14 +500,8 @@ def test_the_estimate_holds_where_several_bounds_meet(name):
     for number, values in enumerate(met):
         params = experiment.Params(**values)
         dtype, factor = (("float32", 1), ("float64", 2))[number % 2]  # the runner doubles the estimate for float64
-        watch = Watch(CAP_S)
-        with contextlib.suppress(Stopped):
-            experiment.run(params, make_run(3, dtype=dtype, on_progress=watch.report, check_stop=watch.check_stop))
-        watch.report(1.0, None)
-        assert longest(experiment, params, dtype, watch) < CHUNK_S, values
-        if watch.last - watch.start < 1:
-            needed = peak_bytes(lambda p=params, d=dtype: experiment.run(p, make_run(3, dtype=d)))
-            assert needed <= factor * experiment.memory_bytes(params) + 2**19, (values, dtype)
+        _, needed, _ = within_limits(experiment, params, dtype)
+        assert needed <= factor * experiment.memory_bytes(params) + 2**19, (values, dtype)
 
 
 def test_numbers_become_float64_on_the_cpu():

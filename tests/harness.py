@@ -24,6 +24,12 @@ def run(
     return experiment.run(experiment.Params(**params), make_run(seed, device, dtype))
 
 
+def small(experiment: Experiment) -> dict[str, object]:
+    """The defaults, but few steps of training."""
+    specs = experiment.Params.specs()
+    return {"steps": max(5, int(specs["steps"].low))} if experiment.trains and "steps" in specs else {}
+
+
 @dataclass
 class RecordingRun(Run):
     """A Run that keeps what it drew, so that a test can compute the same by other means."""

@@ -26,6 +26,7 @@ from content.schema import LANGUAGES, Strings
 from engine import registry
 from engine.base import BaseParams, ChoiceSpec, FlagSpec, NumberSpec, ParamsError, Result, Stopped, TextSpec, make_run
 from engine.registry import Experiment
+from tests.harness import small
 
 ROOT = Path(registry.__file__).parents[1]
 NAMES = registry.names()
@@ -58,12 +59,6 @@ AMPLIFIED = {
 
 # Measured once and then kept for as long as the process lives.
 ONCE_A_PROCESS = {"copy_bytes_per_s", "matmul_flop_per_s", "ridge_flop_per_byte", "least_time_s"}
-
-
-def small(experiment: Experiment) -> dict[str, object]:
-    """Parameters for a run of the suite: the defaults, but few steps of training."""
-    specs = experiment.Params.specs()
-    return {"steps": max(5, int(specs["steps"].low))} if experiment.trains and "steps" in specs else {}
 
 
 @functools.cache
@@ -475,7 +470,7 @@ def test_a_bound_is_refused_or_runs_within_limits(name, changed):
                 assert column.dtype.kind != "f" or np.isfinite(column).all()
 
 
-def corners(name: str, wanted: int = 4) -> list[dict[str, object]]:
+def corners(name: str, wanted: int = 6) -> list[dict[str, object]]:
     """Parameters with every field at an end of its range, drawn until that many are accepted by the rules."""
     experiment, draw = registry.get(name), np.random.default_rng(7)
     ends: dict[str, list[object]] = {}

@@ -9,7 +9,8 @@ import torch
 from engine import devices, registry
 from engine.base import make_run
 from tests.elsewhere import DEVICE, Elsewhere
-from tests.experiments.test_common import DTYPE_MATTERS, NAMES, equal, settings, small
+from tests.experiments.test_common import DTYPE_MATTERS, NAMES, equal, settings
+from tests.harness import small
 
 # Runs that take times ask the device for its clock, which a pretended one lacks: test_timing.py has stand-ins for it.
 UNTIMED = [name for name in NAMES if not registry.get(name).measures_time]

@@ -12,6 +12,7 @@ from typing import Any
 from engine import registry
 from engine.base import ChoiceSpec, FlagSpec, NumberSpec, ParamsError, Result, Spec, TextSpec
 from engine.runner import RunSpec, run_spec
+from tests.harness import small
 
 WORDS: dict[str, Any] = {"title": "A title", "about": "What it shows, in words.", "language": "en"}
 
@@ -35,9 +36,7 @@ def other_params(name: str) -> dict[str, object]:
     """As many parameters off their defaults as the rules allow together; few steps of training."""
     experiment = registry.get(name)
     specs, defaults = experiment.Params.specs(), experiment.Params.defaults()
-    params: dict[str, object] = {}
-    if experiment.trains and "steps" in specs:
-        params["steps"] = max(5, int(specs["steps"].low))
+    params = small(experiment)
     for field in [field for field in specs if field not in params]:  # in their order: some exclude others
         with contextlib.suppress(ParamsError):
             tried = params | {field: other(specs[field], defaults[field])}
